@@ -91,8 +91,8 @@ PROFILES: dict[str, Profile] = {
         Profile(
             name="lab",
             for_whom="one GPU of 24 GB or more with bf16",
-            model="llama-3.1-8b-instruct",
-            small_model="llama-3.2-1b-instruct",
+            model="qwen2.5-7b-instruct",
+            small_model="qwen2.5-0.5b-instruct",
             device="cuda",
             dtype="bfloat16",
             max_model_len=8192,
