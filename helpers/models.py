@@ -387,3 +387,25 @@ def weight_bytes(model: PreTrainedModel) -> int:
     from helpers.memory import storage_bytes
 
     return storage_bytes([*model.parameters(), *model.buffers()])
+
+
+def checkpoint_bytes(folder: str, dtype: DtypeName | str) -> int | None:
+    """Bytes of a local checkpoint's weights once loaded in `dtype`: floating-point tensors change size, others do not.
+
+    Returns None where `folder` is not a local folder with safetensors files.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                view = tensors.get_slice(name)
+                n = 1
+                for size in view.get_shape():
+                    n *= size
+                kind = view.get_dtype()
+                wide = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "I16": 2}.get(kind, 1)
+                total += int(n * (DTYPE_BYTES[dtype] if kind in {"F32", "F16", "BF16"} else wide))
+    return total if files else None

@@ -1,0 +1,217 @@
+"""Hugging Face Transformers' own ``generate`` in a child process: the plain baseline that every serving engine is held against.
+
+It batches statically: up to `concurrency` waiting requests are padded to one length and run until the longest is done. A
+request's tokens carry the time at which the step that made them ended, and a short request in a long batch waits with it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
+from helpers.engines.child import ChildEngine
+from helpers.errors import EngineError
+from helpers.hardware import describe, memory_limit_bytes, package_version, usable_cores
+from helpers.kv_adapter import CacheKind, cache_bytes, new_cache
+from helpers.memory import measure_peak, resident_bytes
+from helpers.models import kv_bytes, load_model, locate, weight_bytes
+from helpers.trace import Chunk, StreamTrace
+from helpers.workload import Request, Workload
+
+
+class TransformersEngine(ChildEngine):
+    """``with TransformersEngine("smollm2-135m-instruct") as engine: record = engine.run(workload)``.
+
+    Parameters
+    ----------
+    model : catalogue name or local folder.
+    dtype, device, attention : as in `helpers.models.load_model`.
+    cache : kind of KV cache, see `helpers.kv_adapter`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int = 1024,
+        dtype: str = "float32",
+        device: str = "cpu",
+        attention: str = "sdpa",
+        cache: CacheKind = "dynamic",
+        threads: int | None = None,
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        settings = {
+            "model": locate(model),
+            "name": model,
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "device": device,
+            "attention": attention,
+            "cache": cache,
+        }
+        env = {
+            "OMP_NUM_THREADS": str(threads or usable_cores()),
+            "OMP_WAIT_POLICY": "passive",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        super().__init__(
+            "helpers.engines.transformers_engine:TransformersBackend",
+            settings,
+            env=env,
+            start_timeout_s=start_timeout_s,
+        )
+
+
+class TransformersBackend:
+    """Runs in the child; see `TransformersEngine`."""
+
+    def __init__(
+        self, *, model: str, name: str, max_model_len: int, dtype: str, device: str, attention: str, cache: CacheKind
+    ) -> None:
+        import torch  # counted as the interpreter's and the libraries' share of memory
+
+        self._torch = torch
+        self._baseline = resident_bytes()
+        self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
+        self._cache_kind = cache
+        self._device = device
+        self.info = EngineInfo(
+            engine="transformers",
+            version=package_version("transformers") or "unknown",
+            model=name,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            settings={"attention": attention, "cache": cache, "threads": torch.get_num_threads()},
+        )
+
+    def run(self, workload: Workload, warmup: int) -> RunRecord:
+        """Warm up with other prompts, then run the workload in static batches."""
+        extra = warmup_workload(workload, warmup)
+        if extra is not None:
+            self._drive(extra)
+        cpu = time.process_time()
+        with measure_peak() as peak:
+            traces, started, kv_peak = self._drive(workload)
+        return RunRecord(
+            engine=self.info,
+            workload=workload,
+            traces=traces,
+            started=started,
+            client=client_health(traces, [], 0.0).model_copy(update={"cpu_seconds": time.process_time() - cpu}),
+            memory=MemoryReport(
+                weights=weight_bytes(self._model),
+                kv_reserved=kv_peak,
+                kv_used_peak=kv_peak,
+                peak=peak.peak,
+                baseline=self._baseline,
+            ),
+            warmup_requests=warmup,
+        )
+
+    def _drive(self, workload: Workload) -> tuple[list[StreamTrace], float, int]:
+        waiting = list(workload.requests)
+        if workload.kind == "open":
+            waiting.sort(key=lambda request: request.arrival)
+        traces: dict[str, StreamTrace] = {}
+        kv_peak = 0
+        started = freed = time.monotonic()
+        while waiting:
+            if workload.kind == "open":
+                time.sleep(max(0.0, started + waiting[0].arrival - time.monotonic()))
+                elapsed = time.monotonic() - started
+                batch = [request for request in waiting if request.arrival <= elapsed][: workload.concurrency]
+                due = [started + request.arrival for request in batch]
+            else:
+                batch = waiting[: workload.concurrency]
+                due = [freed] * len(batch)
+            waiting = waiting[len(batch) :]
+            done, held = self._generate(batch, due)
+            kv_peak = max(kv_peak, held)
+            freed = time.monotonic()
+            traces.update({trace.request_id: trace for trace in done})
+        return [traces[request.request_id] for request in workload.requests], started, kv_peak
+
+    def _refuse_if_too_large(self, batch: list[Request]) -> None:
+        """Refuse a batch whose cache alone exceeds this machine's memory, instead of being killed half way."""
+        longest = max(len(r.prompt_ids) + r.max_tokens for r in batch)
+        needed = kv_bytes(self._model.config, longest, len(batch), self.info.dtype)
+        free = memory_limit_bytes() - resident_bytes()
+        if self._device == "cuda":
+            free = int(self._torch.cuda.mem_get_info()[0])
+        if needed > free:
+            raise EngineError(
+                f"A batch of {len(batch)} sequences of up to {longest} tokens needs {needed / 2**30:.2f} GiB of KV cache, "
+                f"and {free / 2**30:.2f} GiB are free.",
+                "Use a smaller batch, shorter sequences, or an engine that pages its cache.",
+            )
+
+    def _generate(self, batch: list[Request], due: list[float]) -> tuple[list[StreamTrace], int]:
+        """One static batch. Returns the traces and the bytes that its cache held at the end."""
+        torch = self._torch
+        self._refuse_if_too_large(batch)
+        width = max(len(request.prompt_ids) for request in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        longest = max(request.max_tokens for request in batch)
+        steps: list[float] = []
+
+        def note_step(_ids: Any, _scores: Any, **_: Any) -> Any:
+            steps.append(time.monotonic())
+            return torch.zeros(len(batch), dtype=torch.bool, device=self._device)
+
+        cache = new_cache(self._cache_kind, self._model.config, max_cache_len=width + longest)
+        temperature = batch[0].temperature
+        if temperature > 0 and batch[0].seed is not None:
+            torch.manual_seed(batch[0].seed)
+        sent = time.monotonic()
+        with torch.inference_mode():
+            output = self._model.generate(  # type: ignore[operator]
+                ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                past_key_values=cache,
+                max_new_tokens=longest,
+                **({"eos_token_id": -1} if batch[0].ignore_eos else {}),
+                do_sample=temperature > 0,
+                temperature=temperature if temperature > 0 else None,
+                stopping_criteria=[note_step],
+                pad_token_id=0,
+            )
+        traces = []
+        for row, request in enumerate(batch):
+            tokens = output[row, width : width + request.max_tokens].tolist()
+            if not request.ignore_eos:
+                tokens = _until_eos(tokens, self._model.generation_config)
+            traces.append(
+                StreamTrace(
+                    request_id=request.request_id,
+                    scheduled=due[row],
+                    sent=max(sent, due[row]),
+                    chunks=[Chunk(time=t, n_tokens=1) for t in steps[: len(tokens)]],
+                    prompt_tokens=len(request.prompt_ids),
+                    completion_tokens=len(tokens),
+                    token_source="ids",
+                    cached_tokens=0,
+                    output_ids=tokens,
+                    finish_reason="length" if len(tokens) == request.max_tokens else "stop",
+                )
+            )
+        return traces, cache_bytes(cache)
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+
+def _until_eos(tokens: list[int], generation_config: Any) -> list[int]:
+    """The tokens up to and including the first end-of-sequence id."""
+    eos = generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens

