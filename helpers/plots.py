@@ -1,0 +1,183 @@
+"""Drawing: one style, and functions that take saved records only. Every figure is stamped with what it was measured on.
+
+`save` writes a figure as SVG beside the JSON of the numbers that it shows, so that a figure can be drawn again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from helpers.hardware import Roofline
+from helpers.trace import StreamTrace
+
+PALETTE = sns.color_palette("colorblind")
+WIDTH = 7.0
+
+
+def use_style() -> None:
+    """Set the course's style; called once by `helpers.start`."""
+    sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9)
+    mpl.rcParams.update(
+        {
+            "figure.figsize": (WIDTH, 3.6),
+            "figure.dpi": 110,
+            "savefig.bbox": "tight",
+            "axes.titlesize": "medium",
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "svg.hashsalt": "papers-that-run",
+            "svg.fonttype": "none",
+        }
+    )
+
+
+def stamp(figure: Figure, text: str) -> None:
+    """Write what a figure was measured on, small, under it."""
+    figure.text(0.005, -0.015, text, fontsize=6.5, color="0.45", ha="left", va="top")
+
+
+def save(figure: Figure, data: Mapping[str, Any], folder: Path, name: str, stamp_text: str) -> Path:
+    """Stamp a figure, write ``name.svg`` and ``name.json`` into `folder`, and return the SVG's path."""
+    stamp(figure, stamp_text)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.svg"
+    figure.savefig(path, metadata={"Date": None, "Creator": "papers-that-run"})
+    body = {"stamp": stamp_text, **data}
+    (folder / f"{name}.json").write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return path
+
+
+def lines(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    hue: str | None = None,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    band: tuple[str, str] | None = None,
+) -> Figure:
+    """One line for each value of `hue`, marked at the measured points; `band` names the interval's two columns."""
+    figure, axes = plt.subplots()
+    groups = frame.groupby(hue, sort=False) if hue else [("", frame)]
+    for index, (label, part) in enumerate(groups):
+        color = PALETTE[index % len(PALETTE)]
+        axes.plot(part[x], part[y], "o-", color=color, label=str(label) or None, markersize=4)
+        if band:
+            axes.fill_between(part[x], part[band[0]], part[band[1]], color=color, alpha=0.2, linewidth=0)
+    if log_x:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(mpl.ticker.ScalarFormatter())
+        axes.set_xticks(sorted(frame[x].unique()))
+        axes.minorticks_off()
+    if log_y:
+        axes.set_yscale("log")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if hue:
+        axes.legend(title=None)
+    return figure
+
+
+def bars(
+    frame: pd.DataFrame, *, x: str, y: str, hue: str | None = None, title: str, xlabel: str, ylabel: str, fmt: str = "%.3g"
+) -> Figure:
+    """Bars with their values written on them."""
+    figure, axes = plt.subplots()
+    sns.barplot(frame, x=x, y=y, hue=hue, ax=axes, errorbar=None)
+    for container in axes.containers:
+        axes.bar_label(container, fmt=fmt, fontsize=8, padding=2)  # type: ignore[arg-type]
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.margins(y=0.15)
+    return figure
+
+
+def stacked(frame: pd.DataFrame, *, title: str, xlabel: str, ylabel: str, limit: float | None = None, limit_label: str = "") -> Figure:
+    """Stacked bars: the frame's index on x, one colour for each column; `limit` draws a ceiling."""
+    figure, axes = plt.subplots()
+    frame.plot.bar(stacked=True, ax=axes, width=0.7, color=PALETTE[: frame.shape[1]], rot=0)
+    if limit is not None:
+        axes.axhline(limit, color="0.2", linestyle="--", linewidth=1)
+        axes.annotate(limit_label, (0.01, limit), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def roofline(roof: Roofline, points: pd.DataFrame, *, title: str) -> Figure:
+    """The measured roof, and points with columns ``label``, ``intensity`` (FLOP/byte) and ``flops`` (FLOP/s)."""
+    figure, axes = plt.subplots()
+    low = min(0.25, float(points["intensity"].min()) / 2)
+    high = max(4 * roof.ridge, float(points["intensity"].max()) * 2)
+    grid = [low * (high / low) ** (i / 200) for i in range(201)]
+    axes.plot(grid, [roof.attainable(i) / 1e9 for i in grid], color="0.25", label="measured roof")
+    axes.axvline(roof.ridge, color="0.6", linestyle=":", linewidth=1)
+    axes.annotate(
+        f"ridge: {roof.ridge:.1f} FLOP/byte", (roof.ridge, roof.flops_per_second / 1e9), xytext=(4, 4),
+        textcoords="offset points", fontsize=8, color="0.4",
+    )
+    for index, row in enumerate(points.itertuples()):
+        axes.scatter(row.intensity, row.flops / 1e9, s=45, color=PALETTE[index % len(PALETTE)], zorder=3, label=str(row.label))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set(title=title, xlabel="arithmetic intensity (FLOP per byte moved)", ylabel="GFLOP/s")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def request_timeline(traces: Sequence[StreamTrace], *, title: str, labels: Sequence[str] | None = None) -> Figure:
+    """Each request as a row: waiting from schedule to sending, then to the first token, then its chunks as ticks."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.42 * len(traces)))
+    zero = min(trace.scheduled for trace in traces)
+    for row, trace in enumerate(traces):
+        _timeline_row(axes, trace, row, zero)
+    axes.set_yticks(range(len(traces)), list(labels or [trace.request_id for trace in traces]))
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="seconds since the first request was due", ylabel="")
+    axes.grid(axis="y", visible=False)
+    handles = [
+        mpl.patches.Patch(color="0.75", label="due, not yet sent"),
+        mpl.patches.Patch(color=PALETTE[1], label="sent, no token yet"),
+        mpl.patches.Patch(color=PALETTE[0], alpha=0.35, label="decoding; a tick is a chunk"),
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (0.9 + 0.42 * len(traces)) - 0.12), ncols=3)
+    return figure
+
+
+def _timeline_row(axes: Axes, trace: StreamTrace, row: int, zero: float) -> None:
+    start, sent = trace.scheduled - zero, trace.sent - zero
+    axes.barh(row, sent - start, left=start, height=0.5, color="0.75")
+    if trace.first is None or trace.last is None:
+        axes.scatter(sent, row, marker="x", color="crimson", zorder=3)
+        return
+    axes.barh(row, trace.first - trace.sent, left=sent, height=0.5, color=PALETTE[1])
+    axes.barh(row, trace.last - trace.first, left=trace.first - zero, height=0.5, color=PALETTE[0], alpha=0.35)
+    axes.vlines([c.time - zero for c in trace.token_chunks], row - 0.25, row + 0.25, color=PALETTE[0], linewidth=0.8)
+
+
+def predictions(frame: pd.DataFrame, *, title: str) -> Figure:
+    """Predicted against measured as ratios: columns ``name``, ``predicted``, ``measured``. One is a perfect guess."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.38 * len(frame)))
+    ratio = frame["predicted"] / frame["measured"]
+    axes.axvline(1.0, color="0.3", linewidth=1)
+    axes.scatter(ratio, range(len(frame)), s=40, color=PALETTE[0], zorder=3)
+    axes.set_yticks(range(len(frame)), frame["name"])
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="predicted / measured", ylabel="")
+    return figure

@@ -1,0 +1,143 @@
+"""Toolboxes: sets of packages that cannot live in the core environment, each in a virtual environment of its own.
+
+``requirements/NAME.txt`` is a full pin with hashes. `install` makes ``.toolboxes/NAME``; `call` runs a Python file in it with JSON
+in and JSON out. A missing toolbox is no error of the course: `status` says which command brings it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict
+
+from helpers.errors import EngineError, EnvironmentSetupError, UnknownNameError, suggest
+from helpers.paths import REQUIREMENTS, ROOT, TOOLBOXES
+
+PURPOSES = {"engines": "OpenVINO GenAI and CTranslate2: other CPU engines for the bundled model"}
+
+
+class ToolboxStatus(BaseModel):
+    """Whether a toolbox is there, and what to do if it is not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    purpose: str
+    installed: bool
+    remedy: str
+
+
+def names() -> list[str]:
+    """The toolboxes that this checkout pins."""
+    return sorted(name for name in PURPOSES if (REQUIREMENTS / f"{name}.txt").is_file())
+
+
+def _requirements(name: str) -> Path:
+    if name not in names():
+        raise UnknownNameError(f"There is no toolbox {name!r}.", suggest(name, names()))
+    return REQUIREMENTS / f"{name}.txt"
+
+
+def _python(name: str) -> Path:
+    return TOOLBOXES / name / "bin" / "python"
+
+
+def _fingerprint(name: str) -> str:
+    return hashlib.sha256(_requirements(name).read_bytes() + sys.version.encode()).hexdigest()
+
+
+def status(name: str) -> ToolboxStatus:
+    """Whether the toolbox is installed as pinned today."""
+    mark = TOOLBOXES / name / "installed"
+    installed = mark.is_file() and mark.read_text(encoding="utf-8") == _fingerprint(name)
+    return ToolboxStatus(
+        name=name,
+        purpose=PURPOSES[name],
+        installed=installed,
+        remedy="" if installed else f"python -m helpers toolbox {name}",
+    )
+
+
+def install(name: str) -> Path:
+    """Make the toolbox (or find it made) and return its interpreter. A half-made one is thrown away and made again.
+
+    Raises
+    ------
+    UnknownNameError : no such toolbox.
+    EnvironmentSetupError : the packages could not be installed; the installer's own last line is in the message.
+    """
+    requirements = _requirements(name)
+    try:
+        TOOLBOXES.mkdir(exist_ok=True)
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"The folder {TOOLBOXES.name} cannot be made: {error.strerror}.", "Run the course from a writable checkout."
+        ) from error
+    with FileLock(TOOLBOXES / f"{name}.lock"):
+        if status(name).installed:
+            return _python(name)
+        folder = TOOLBOXES / name
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(folder)], name)
+        arguments = ["--no-deps", "--require-hashes", "-r", str(requirements)]
+        if importlib.util.find_spec("uv"):
+            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(_python(name))]
+            _run([*uv, *arguments], name)
+        else:
+            _run([str(_python(name)), "-m", "pip", "install", "--quiet", *arguments], name)
+        (folder / "installed").write_text(_fingerprint(name), encoding="utf-8")
+    return _python(name)
+
+
+def _run(command: list[str], name: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise EnvironmentSetupError(
+            f"The toolbox {name!r} could not be installed: {lines[-1].strip() if lines else 'no message'}",
+            "Check the network and free disk space (2 GB), then run the command again.",
+        )
+
+
+def call(name: str, script: Path, arguments: dict[str, Any], *, timeout_s: float = 600) -> Any:
+    """Run a Python file inside a toolbox: it gets the path of a JSON file in ``argv[1]`` and writes JSON to ``argv[2]``.
+
+    Raises
+    ------
+    EnvironmentSetupError : the toolbox is not installed; the message holds the command that brings it.
+    EngineError : the script failed or ran out of time; the end of its output is in the message.
+    """
+    state = status(name)
+    if not state.installed:
+        raise EnvironmentSetupError(f"The toolbox {name!r} is not installed.", f"Bring it with: {state.remedy}")
+    with tempfile.TemporaryDirectory() as folder:
+        given, result = Path(folder) / "in.json", Path(folder) / "out.json"
+        given.write_text(json.dumps(arguments), encoding="utf-8")
+        environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+        try:
+            done = subprocess.run(
+                [str(_python(name)), str(script), str(given), str(result)],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                cwd=ROOT,
+                env={**environment, "HF_HUB_OFFLINE": "1"},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(
+                f"{script.name} in the toolbox {name!r} did not end within {timeout_s:.0f} s.", "Give it more time or less work."
+            ) from error
+        if done.returncode or not result.is_file():
+            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+            raise EngineError(f"{script.name} failed in the toolbox {name!r}:\n{tail}", "Read its last lines above.")
+        return json.loads(result.read_text(encoding="utf-8"))
