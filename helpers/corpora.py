@@ -47,7 +47,9 @@ def data_file(name: str) -> Path:
     """
     path = DATA / name
     if name not in registry():
-        raise DataError(f"data/{name} is not in data/registry.txt.", "Add its sha256 there, and its source to data/README.md.")
+        raise DataError(
+            f"data/{name} is not in data/registry.txt.", "Add its sha256 there, and its source to data/README.md."
+        )
     if not path.is_file():
         raise DataError(f"data/{name} is missing.", "Restore it from the repository (git checkout -- data).")
     if pooch.file_hash(str(path), alg="sha256") != registry()[name]:

@@ -223,7 +223,10 @@ def pick_dtype(hardware: Hardware | None = None) -> tuple[DtypeName, str]:
         return "float16", f"sm{sm[0]}{sm[1]} has no bf16"
     fp32, bf16 = (_decode_matmul_seconds(dtype) for dtype in ("float32", "bfloat16"))
     if bf16 < fp32:
-        return "bfloat16", f"CPU: a decode-shaped product takes {bf16 * 1e6:.0f} us in bf16 and {fp32 * 1e6:.0f} in fp32"
+        return (
+            "bfloat16",
+            f"CPU: a decode-shaped product takes {bf16 * 1e6:.0f} us in bf16 and {fp32 * 1e6:.0f} in fp32",
+        )
     return "float32", f"CPU: a decode-shaped product takes {fp32 * 1e6:.0f} us in fp32 and {bf16 * 1e6:.0f} in bf16"
 
 

@@ -49,7 +49,9 @@ def new_cache(
     EngineError : this hardware cannot use that kind.
     """
     if reason := refusal(kind):
-        raise EngineError(f"A {kind} cache is not usable here: {reason}.", "Use a GPU profile, or another kind of cache.")
+        raise EngineError(
+            f"A {kind} cache is not usable here: {reason}.", "Use a GPU profile, or another kind of cache."
+        )
     from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
     if kind == "dynamic":

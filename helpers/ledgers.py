@@ -442,7 +442,11 @@ def _rows(card: LedgerCard) -> list[tuple[str, str, str]]:
         ("implementation", "machine", hardware.label),
         ("implementation", "provenance", card.implementation.provenance),
         ("workload", work.name, f"{work.n_requests} requests, {work.kind}, concurrency {work.concurrency}"),
-        ("workload", "prompt / output tokens", f"{_number(work.prompt_tokens.p50)} / {_number(work.output_tokens.p50)} (p50)"),
+        (
+            "workload",
+            "prompt / output tokens",
+            f"{_number(work.prompt_tokens.p50)} / {_number(work.output_tokens.p50)} (p50)",
+        ),
         ("workload", "from prefix cache", "unknown" if work.cached_fraction is None else f"{work.cached_fraction:.1%}"),
         ("workload", "client lag", f"{show_seconds(work.client_lag_p50)} (p50)"),
         ("workload", "digest", work.digest),

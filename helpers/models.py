@@ -332,10 +332,14 @@ def kv_shape(config: Any) -> KVShape:
             f"The configuration {type(config).__name__} does not describe attention layers.",
             "Give a causal language model's configuration.",
         )
-    n_kv_heads = _first(config, "num_key_value_heads", default=1 if getattr(config, "multi_query", False) else n_q_heads)
+    n_kv_heads = _first(
+        config, "num_key_value_heads", default=1 if getattr(config, "multi_query", False) else n_q_heads
+    )
     head_dim = _first(config, "head_dim", default=hidden // n_q_heads)
     if n_q_heads % n_kv_heads:
-        raise ModelError(f"{n_q_heads} query heads cannot share {n_kv_heads} KV heads evenly.", "Check the configuration.")
+        raise ModelError(
+            f"{n_q_heads} query heads cannot share {n_kv_heads} KV heads evenly.", "Check the configuration."
+        )
     rank = _first(config, "kv_lora_rank")
     if rank:
         kind, elements = "MLA", rank + config.qk_rope_head_dim

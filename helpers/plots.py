@@ -95,7 +95,15 @@ def lines(
 
 
 def bars(
-    frame: pd.DataFrame, *, x: str, y: str, hue: str | None = None, title: str, xlabel: str, ylabel: str, fmt: str = "%.3g"
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    hue: str | None = None,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    fmt: str = "%.3g",
 ) -> Figure:
     """Bars with their values written on them."""
     figure, axes = plt.subplots()
@@ -107,7 +115,9 @@ def bars(
     return figure
 
 
-def stacked(frame: pd.DataFrame, *, title: str, xlabel: str, ylabel: str, limit: float | None = None, limit_label: str = "") -> Figure:
+def stacked(
+    frame: pd.DataFrame, *, title: str, xlabel: str, ylabel: str, limit: float | None = None, limit_label: str = ""
+) -> Figure:
     """Stacked bars: the frame's index on x, one colour for each column; `limit` draws a ceiling."""
     figure, axes = plt.subplots()
     frame.plot.bar(stacked=True, ax=axes, width=0.7, color=PALETTE[: frame.shape[1]], rot=0)
@@ -128,11 +138,17 @@ def roofline(roof: Roofline, points: pd.DataFrame, *, title: str) -> Figure:
     axes.plot(grid, [roof.attainable(i) / 1e9 for i in grid], color="0.25", label="measured roof")
     axes.axvline(roof.ridge, color="0.6", linestyle=":", linewidth=1)
     axes.annotate(
-        f"ridge: {roof.ridge:.1f} FLOP/byte", (roof.ridge, roof.flops_per_second / 1e9), xytext=(4, 4),
-        textcoords="offset points", fontsize=8, color="0.4",
+        f"ridge: {roof.ridge:.1f} FLOP/byte",
+        (roof.ridge, roof.flops_per_second / 1e9),
+        xytext=(4, 4),
+        textcoords="offset points",
+        fontsize=8,
+        color="0.4",
     )
     for index, row in enumerate(points.itertuples()):
-        axes.scatter(row.intensity, row.flops / 1e9, s=45, color=PALETTE[index % len(PALETTE)], zorder=3, label=str(row.label))
+        axes.scatter(
+            row.intensity, row.flops / 1e9, s=45, color=PALETTE[index % len(PALETTE)], zorder=3, label=str(row.label)
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set(title=title, xlabel="arithmetic intensity (FLOP per byte moved)", ylabel="GFLOP/s")
@@ -155,7 +171,9 @@ def request_timeline(traces: Sequence[StreamTrace], *, title: str, labels: Seque
         mpl.patches.Patch(color=PALETTE[1], label="sent, no token yet"),
         mpl.patches.Patch(color=PALETTE[0], alpha=0.35, label="decoding; a tick is a chunk"),
     ]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (0.9 + 0.42 * len(traces)) - 0.12), ncols=3)
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (0.9 + 0.42 * len(traces)) - 0.12), ncols=3
+    )
     return figure
 
 

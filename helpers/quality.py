@@ -108,7 +108,9 @@ def greedy_match(
     return GreedyMatch(n=n, agree=agree, margin=margin)
 
 
-def greedy_agreement(reference: Sequence[Sequence[int]], other: Sequence[Sequence[int]], protocol: str) -> QualityResult:
+def greedy_agreement(
+    reference: Sequence[Sequence[int]], other: Sequence[Sequence[int]], protocol: str
+) -> QualityResult:
     """Share of requests whose greedy outputs are identical, with a Wilson interval."""
     if len(reference) != len(other) or not reference:
         raise MeasurementRefused(

@@ -135,7 +135,8 @@ def call(name: str, script: Path, arguments: dict[str, Any], *, timeout_s: float
             )
         except subprocess.TimeoutExpired as error:
             raise EngineError(
-                f"{script.name} in the toolbox {name!r} did not end within {timeout_s:.0f} s.", "Give it more time or less work."
+                f"{script.name} in the toolbox {name!r} did not end within {timeout_s:.0f} s.",
+                "Give it more time or less work.",
             ) from error
         if done.returncode or not result.is_file():
             tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])

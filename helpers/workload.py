@@ -178,9 +178,7 @@ def make_workload(
     jitter : lengths are uniform in ``mean * (1 +- jitter)``.
     """
     if length_class not in CLASSES:
-        raise UnknownNameError(
-            f"There is no workload class {length_class!r}.", suggest(length_class, list(CLASSES))
-        )
+        raise UnknownNameError(f"There is no workload class {length_class!r}.", suggest(length_class, list(CLASSES)))
     prompt_share, output_share = CLASSES[length_class]
     rng = _request_rng(seed, worker, -1)
     prefix = random_prompt(shared_prefix_tokens, vocab_size, rng) if shared_prefix_tokens else ()

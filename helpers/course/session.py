@@ -35,7 +35,9 @@ T = TypeVar("T")
 class Run:
     """See the module. Made by `start`."""
 
-    def __init__(self, notebook: str, profile: Profile, why: str, seed: int, out: Path, parameters: dict[str, Any]) -> None:
+    def __init__(
+        self, notebook: str, profile: Profile, why: str, seed: int, out: Path, parameters: dict[str, Any]
+    ) -> None:
         self.notebook = notebook
         self.profile = profile
         self.seed = seed

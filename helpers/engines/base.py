@@ -36,7 +36,7 @@ class ClientHealth(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     loop_lag_p50: float = 0.0
-    """Median overshoot, seconds, of a 5 ms heartbeat in the client's event loop; 0 for in-process engines."""
+    """Median time, seconds, the client's event loop took to answer a probe; 0 for in-process engines."""
     loop_lag_max: float = 0.0
     send_lag_p50: float = 0.0
     """Median of sent - scheduled, seconds, over the run's requests."""
@@ -114,7 +114,7 @@ class RunRecord(BaseModel):
 
 
 def client_health(traces: list[StreamTrace], loop_lags: list[float], cpu_seconds: float) -> ClientHealth:
-    """Summarize a run's client side from its traces, heartbeat overshoots (seconds) and processor time (seconds)."""
+    """Summarize a run's client side from its traces, event-loop lags (seconds) and processor time (seconds)."""
     send_lags = [trace.send_lag for trace in traces]
     return ClientHealth(
         loop_lag_p50=(percentile(loop_lags, 50) or 0.0) if loop_lags else 0.0,

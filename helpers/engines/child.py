@@ -166,7 +166,9 @@ class ChildEngine:
 
     def _call(self, op: str, timeout_s: float, **arguments: Any) -> Any:
         if self._connection is None:
-            raise EngineError(f"The engine {self._backend.split(':')[1]} is not running.", "Use it inside its with block.")
+            raise EngineError(
+                f"The engine {self._backend.split(':')[1]} is not running.", "Use it inside its with block."
+            )
         deadline = time.monotonic() + timeout_s
         try:
             self._connection.send_bytes(json.dumps({"op": op, **arguments}).encode())
@@ -192,7 +194,8 @@ class ChildEngine:
         code = self._process.poll() if self._process else None
         ended = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
         return EngineError(
-            f"The engine {self._backend.split(':')[1]} {what}{ended}. Its last lines:\n{log_tail(self._log)}", DEATH_CAUSES
+            f"The engine {self._backend.split(':')[1]} {what}{ended}. Its last lines:\n{log_tail(self._log)}",
+            DEATH_CAUSES,
         )
 
     def close(self) -> None:

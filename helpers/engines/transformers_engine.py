@@ -12,7 +12,7 @@ from typing import Any
 from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
 from helpers.engines.child import ChildEngine
 from helpers.errors import EngineError
-from helpers.hardware import describe, memory_limit_bytes, package_version, usable_cores
+from helpers.hardware import memory_limit_bytes, package_version, usable_cores
 from helpers.kv_adapter import CacheKind, cache_bytes, new_cache
 from helpers.memory import measure_peak, resident_bytes
 from helpers.models import kv_bytes, load_model, locate, weight_bytes

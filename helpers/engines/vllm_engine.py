@@ -97,9 +97,7 @@ class VllmEngine(ChildEngine):
             "options": options or {},
         }
         env = cpu_environment(kv_gib, threads) if hardware.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        super().__init__(
-            "helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s
-        )
+        super().__init__("helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s)
 
 
 class VllmBackend:

@@ -113,7 +113,9 @@ def expect_equal(prop: str, given: object, got: Any, expected: Any) -> None:
         raise Mismatch(prop, given, expected, got)
 
 
-def expect_close(prop: str, given: object, got: Any, expected: float, *, rel: float = 1e-6, absolute: float = 1e-9) -> None:
+def expect_close(
+    prop: str, given: object, got: Any, expected: float, *, rel: float = 1e-6, absolute: float = 1e-9
+) -> None:
     """Demand closeness of two numbers."""
     try:
         value = float(attempted(got))

@@ -1,0 +1,272 @@
+"""The course's command line. Every deliberate error ends as one sentence with a remedy and its own exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from helpers.errors import CourseError, NotebookError, RecordError
+from helpers.paths import BUILD, NOTEBOOKS, ROOT
+
+app = typer.Typer(
+    name="python -m helpers",
+    help="A reading course on efficient LLM inference in which every paper runs.",
+    epilog="Start with: run 00, then lab. PAPERS_DEBUG=1 shows the full trace of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+bench_app = typer.Typer(help="Benchmarks of the course's own instruments.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="NB", help="Notebooks, as 01 or 01_kv_cache; all without.")]
+RUN_FOLDER = BUILD / "run"
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=160)
+
+
+@app.command("list")
+def list_notebooks() -> None:
+    """List the notebooks and say which are built from their sources as they are now."""
+    from helpers.course.build import discover, is_current, read_source
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("notebook", "title", "built"):
+        table.add_column(heading)
+    for entry in discover(NOTEBOOKS):
+        cells = [cell.source for cell in read_source(entry).cells if cell.cell_type == "markdown"]
+        title = next((line.lstrip("# ") for cell in cells for line in cell.splitlines() if line.startswith("# ")), "")
+        state = "current" if is_current(entry) else "older than its source" if entry.built.exists() else "no"
+        table.add_row(entry.name, title.replace("[", "\\["), state)
+    console().print(table)
+
+
+@app.command()
+def run(
+    notebooks: Names = None,
+    profile: Annotated[str, typer.Option(help="smoke, colab, lab, or auto: what this machine allows.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of every workload.")] = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="For executed notebooks and results.", show_default="build/run")
+    ] = RUN_FOLDER,
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="Set a notebook's parameter.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do not continue an interrupted run.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", min=1, help="Seconds for one cell; the profile decides without.")
+    ] = None,
+) -> None:
+    """Execute notebooks end to end, report time and memory, and print the scoreboard.
+
+    A failed notebook does not stop the others. An interrupted run continues where it stopped when it is started again with
+    the same options.
+    """
+    from helpers.course import report, runner
+
+    screen = console()
+    asked = runner.parse_assignments(parameter or [])
+    if "SEED" in asked:
+        seed = int(asked.pop("SEED"))
+    if "PROFILE" in asked:
+        profile = str(asked.pop("PROFILE"))
+    settings = runner.Settings(profile=profile, seed=seed, parameters=asked, timeout_s=timeout)
+    manifest = runner.run(notebooks or [], settings, out=out, fresh=fresh, console=screen)
+    screen.print()
+    done = [name for name, outcome in manifest.outcomes.items() if outcome.status == "done"]
+    if done:
+        board = report.load(out, done)
+        report.write(board, out)
+        screen.print(report.scoreboard_table(board), "")
+    screen.print(runner.summary_table(manifest))
+    screen.print(f"Executed notebooks, results and scoreboard: {out}", soft_wrap=True)
+    failed = [name for name, outcome in manifest.outcomes.items() if outcome.status != "done"]
+    if failed:
+        print(f"{len(failed)} of {len(manifest.notebooks)} notebooks failed: {', '.join(failed)}.", file=sys.stderr)
+        raise typer.Exit(runner.exit_code_of(manifest))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with results, searched in depth.")] = RUN_FOLDER,
+) -> None:
+    """Print the scoreboard of every results file under a folder, and write it there as JSON and Markdown."""
+    from helpers.course import report as scoreboard
+
+    board = scoreboard.load(folder)
+    scoreboard.write(board, folder)
+    console().print(scoreboard.scoreboard_table(board))
+    if board.left_out:
+        raise RecordError("Left out: " + " ".join(board.left_out), "Delete those files and run their notebooks again.")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can and cannot do, and why."""
+    from helpers.course.doctor import show
+
+    show(console())
+
+
+@app.command()
+def lab() -> None:
+    """Open JupyterLab on the notebooks, on this machine only, its access token kept."""
+    command = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={ROOT}"]
+    command += ["--LabApp.default_url=/lab/tree/notebooks"]
+    raise typer.Exit(subprocess.run(command, cwd=ROOT).returncode)
+
+
+@app.command()
+def build(
+    notebooks: Names = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Build nothing; say what is wrong with the notebooks.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Execute also what has not changed.")] = False,
+) -> None:
+    """Build notebooks from their sources: execute what changed in the profile smoke, keep the outputs."""
+    if check:
+        from helpers.course.checks import check_all
+
+        findings = check_all(notebooks or [])
+        for finding in findings:
+            print(finding)
+        if findings:
+            raise NotebookError(
+                f"{len(findings)} things are wrong with the notebooks.",
+                "Mend the sources, then: python -m helpers build",
+            )
+        print("Every notebook is current, executed and within its limits.")
+        return
+    from helpers.course.build import build as build_notebooks
+
+    build_notebooks(notebooks or [], out=BUILD / "notebooks", force=force)
+
+
+@app.command()
+def toolbox(name: Annotated[str, typer.Argument(help="See doctor for the names.")]) -> None:
+    """Install a toolbox: packages that cannot live in the core environment."""
+    from helpers.toolbox import install
+
+    print(f"The toolbox {name} is ready: {install(name)}")
+
+
+@app.command()
+def model() -> None:
+    """Fetch, verify and convert the bundled model, so that everything later runs offline."""
+    from helpers.models import bundled_model
+
+    print(f"The bundled model is ready: {bundled_model()}")
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Benchmarks of the course's own instruments."""
+
+
+@bench_app.command()
+def client(
+    repeats: Annotated[int, typer.Option(min=3, help="Paired repeats.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in one repeat.")] = 12,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 2,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there too.")
+    ] = None,
+) -> None:
+    """Compare our streaming client with vLLM's own on one server: TTFT, TPOT, E2E and the clients' CPU time."""
+    from helpers.course.bench import bench_client
+    from helpers.models import bundled_model
+
+    bench_client(
+        bundled_model(),
+        repeats=repeats,
+        n_requests=requests,
+        concurrency=concurrency,
+        json_path=json_path,
+        console=console(),
+    )
+
+
+# -- tests --------------------------------------------------------------------------------------------------------------
+SERIAL = "engine or notebook or serial"
+
+
+def test_steps(paths: list[str]) -> list[tuple[str, list[str]]]:
+    """What ``test`` runs, in order: titles and commands. With `paths`, only pytest on them."""
+    python = sys.executable
+    pytest = [python, "-m", "pytest", "-q", *(paths or ["tests"])]
+    tests = [
+        ("tests in parallel", [*pytest, "-n", "2", "-m", f"not ({SERIAL})"]),
+        ("tests one by one", [*pytest, "-m", SERIAL]),
+    ]
+    if paths:
+        return tests
+    places = ["helpers", "tests", "requirements"]
+    return [
+        ("ruff check", [python, "-m", "ruff", "check", *places]),
+        ("ruff format", [python, "-m", "ruff", "format", "--check", *places]),
+        ("mypy", [python, "-m", "mypy", "helpers"]),
+        *tests,
+        ("notebooks", [python, "-m", "helpers", "build", "--check"]),
+    ]
+
+
+@app.command()
+def test(
+    paths: Annotated[list[str] | None, typer.Argument(help="Only these tests; everything without.")] = None,
+) -> None:
+    """Run linters, types, all tests and the notebook checks; the first failure's exit code is the command's."""
+    results: list[tuple[str, int, float]] = []
+    for title, command in test_steps(paths or []):
+        print(f"== {title}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run(command, cwd=ROOT).returncode
+        # pytest says 5 where a selection holds no test: here that means the other selection holds them all.
+        empty = code == 5 and "pytest" in command
+        results.append((title, 0 if empty else code, time.monotonic() - start))
+        if code in (130, -2):
+            raise KeyboardInterrupt
+    print()
+    for title, code, seconds in results:
+        print(f"{'ok    ' if code == 0 else 'FAILED'} {title} ({seconds:.0f} s)")
+    failed = [(title, code) for title, code, _ in results if code]
+    total = sum(seconds for *_, seconds in results)
+    if failed:
+        print(f"FAILED after {total:.0f} s: {', '.join(title for title, _ in failed)}", file=sys.stderr)
+        raise typer.Exit(failed[0][1])
+    print(f"All checks and tests passed in {total:.0f} s.")
+
+
+# -- the way out --------------------------------------------------------------------------------------------------------
+def run_cli(arguments: list[str]) -> int:
+    """Run one command and return its exit code; a `CourseError` is printed, never traced (unless PAPERS_DEBUG is set)."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="python -m helpers", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except CourseError as error:
+        if os.environ.get("PAPERS_DEBUG"):
+            raise
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("\nInterrupted. Nothing done is lost: the same command continues where it stopped.", file=sys.stderr)
+        return 130
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.TyperException as error:
+        error.show()
+        return error.exit_code

@@ -1,0 +1,78 @@
+"""Toolboxes: one is really installed and answers; a missing, misspelt, broken or half-made one says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import toolbox
+from helpers.errors import EngineError, EnvironmentSetupError, UnknownNameError
+from helpers.models import bundled_gguf
+from helpers.paths import ROOT
+
+SCRIPT = ROOT / "helpers" / "toolboxes" / "openvino_generate.py"
+
+
+@pytest.mark.engine
+def test_the_engines_toolbox_is_installed_and_runs_the_bundled_model():
+    toolbox.install("engines")
+    assert toolbox.status("engines").installed
+    arguments = {
+        "gguf": str(bundled_gguf()),
+        "prompts": ["What is the capital of France?"],
+        "max_tokens": 12,
+        "threads": 2,
+    }
+    result = toolbox.call("engines", SCRIPT, arguments)
+    answer = result["answers"][0]
+    assert "Paris" in answer["text"]
+    assert answer["n_tokens"] <= 12
+    assert answer["times"] == sorted(answer["times"]) and answer["times"][0] > answer["sent"]
+
+
+@pytest.fixture
+def empty_toolboxes(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolbox, "TOOLBOXES", tmp_path / "toolboxes")
+    return tmp_path / "toolboxes"
+
+
+def test_a_missing_toolbox_names_the_command_that_brings_it(empty_toolboxes):
+    with pytest.raises(EnvironmentSetupError, match="python -m helpers toolbox engines"):
+        toolbox.call("engines", SCRIPT, {})
+
+
+def test_a_misspelt_toolbox_is_corrected():
+    with pytest.raises(UnknownNameError, match="Did you mean 'engines'"):
+        toolbox.install("engine")
+
+
+def test_a_half_made_toolbox_is_not_taken_for_a_whole_one(empty_toolboxes, monkeypatch):
+    (empty_toolboxes / "engines" / "bin").mkdir(parents=True)
+    assert not toolbox.status("engines").installed
+    steps: list[str] = []
+    monkeypatch.setattr(toolbox, "_run", lambda command, name: steps.append(command[-1]))
+    monkeypatch.setattr(toolbox.shutil, "rmtree", lambda *a, **k: steps.append("thrown away"))
+    toolbox.install("engines")
+    assert steps[0] == "thrown away" and len(steps) == 3
+    assert toolbox.status("engines").installed
+
+
+def test_a_failing_install_says_the_installers_last_line(empty_toolboxes, tmp_path, monkeypatch):
+    bad = tmp_path / "engines.txt"
+    bad.write_text("no-such-package-of-this-name==9 --hash=sha256:" + "0" * 64 + "\n")
+    monkeypatch.setattr(toolbox, "_requirements", lambda name: bad)
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    with pytest.raises(EnvironmentSetupError, match="could not be installed: .+"):
+        toolbox.install("engines")
+    assert not toolbox.status("engines").installed
+
+
+def test_a_script_that_fails_shows_its_last_lines(empty_toolboxes, tmp_path, monkeypatch):
+    import sys
+
+    script = tmp_path / "broken.py"
+    script.write_text("print('about to fail'); raise SystemExit('no such weights')")
+    ready = toolbox.ToolboxStatus(name="engines", purpose="", installed=True, remedy="")
+    monkeypatch.setattr(toolbox, "status", lambda name: ready)
+    monkeypatch.setattr(toolbox, "_python", lambda name: sys.executable)
+    with pytest.raises(EngineError, match="no such weights"):
+        toolbox.call("engines", script, {})
