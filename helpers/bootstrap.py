@@ -1,7 +1,8 @@
 """The environment, before it exists: find a Python, make ``.venv``, install the pinned packages, hand over to it.
 
-Standard library only, and written so that an interpreter too old for the course can still parse it and say so. The packages
-come from ``requirements/cpu.txt``; torch has its own step because its CPU build is not a plain package of every index.
+Standard library only, and written so that an interpreter too old for the course can still parse it and say so. The
+packages come from ``requirements/cpu.txt``; torch has its own step because its CPU build is not a plain package of
+every index.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NO_SUCH_PACKAGE = re.compile(
 )
 
 
-# -- which Python -------------------------------------------------------------------------------------------------------
+# -- which Python ------------------------------------------------------------------------------------------------------
 def supported(version: tuple[int, ...]) -> bool:
     """Whether the course runs on this (major, minor)."""
     return OLDEST <= tuple(version[:2]) <= NEWEST
@@ -89,7 +90,7 @@ def require_python(version: tuple[int, ...] | None = None) -> str:
     return other
 
 
-# -- which environment --------------------------------------------------------------------------------------------------
+# -- which environment -------------------------------------------------------------------------------------------------
 def direct_dependencies(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
     """Names of the packages that pyproject.toml asks for on this system."""
     import tomllib
@@ -154,7 +155,7 @@ def _write_stamp(venv: Path, state: str, version: tuple[int, int]) -> None:
     os.replace(half, venv / STAMP)
 
 
-# -- installing ---------------------------------------------------------------------------------------------------------
+# -- installing --------------------------------------------------------------------------------------------------------
 def explain(output: str, log: Path) -> EnvironmentSetupError:
     """One sentence for what pip or uv wrote; the whole of it is in `log`."""
     where = f"The full log is {log}."
@@ -177,7 +178,7 @@ def explain(output: str, log: Path) -> EnvironmentSetupError:
             "The environment could not be written: a folder is read-only.",
             f"Put the project in a folder that you may write to. {where}",
         )
-    lines = [line.strip() for line in output.splitlines() if re.match(r"\s*(ERROR|error|×)", line)]
+    lines = [line.strip() for line in output.splitlines() if re.match(r"\s*(ERROR|error)", line)]
     what = (
         "The index has no build of a pinned package for this system" if NO_SUCH_PACKAGE.search(output) else "It failed"
     )
@@ -186,7 +187,7 @@ def explain(output: str, log: Path) -> EnvironmentSetupError:
 
 
 class Steps:
-    """Runs the commands of a set-up one after another: a line for each on the terminal, everything they say in a log."""
+    """Runs the commands of a set-up in turn: a line for each on the terminal, everything they say in a log."""
 
     def __init__(self, log: Path, lock: int | None = None) -> None:
         self.log = log
@@ -244,8 +245,8 @@ def _torch_choices(python: str) -> list[list[str]]:
 def pip_sources(listing: str) -> list[str]:
     """uv's options for the sources that pip is set to use, from the text of ``pip config list``.
 
-    uv does not read pip's configuration; without this a machine behind a mirror would install from two different places.
-    Like pip, the best version of all sources is taken; the pinned hashes say that it is the right one.
+    uv does not read pip's configuration; without this a machine behind a mirror would install from two different
+    places. Like pip, the best version of all sources is taken; the pinned hashes say that it is the right one.
     """
     flags = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
     found: dict[tuple[str, str], None] = {}
@@ -300,8 +301,8 @@ def check_writable(folder: Path = ROOT) -> None:
 def only_one(folder: Path = BUILD) -> Iterator[int]:
     """Hold the set-up's lock and give its file descriptor; a second set-up waits here until the first has ended.
 
-    An installer that inherits the descriptor keeps the lock even when the set-up itself is killed, so that nobody remakes
-    the environment under it.
+    An installer that inherits the descriptor keeps the lock even when the set-up itself is killed, so that nobody
+    remakes the environment under it.
     """
     try:
         import fcntl
@@ -412,9 +413,9 @@ def install(python: str) -> None:
         print(f"  ready after {time.monotonic() - steps.started:.0f} s", file=sys.stderr)
 
 
-# -- handing over -------------------------------------------------------------------------------------------------------
+# -- handing over ------------------------------------------------------------------------------------------------------
 def use_this_interpreter() -> bool:
-    """Whether the running interpreter serves as it is: asked for, already the environment's, or with every dependency."""
+    """Whether the running interpreter serves: asked for, already the environment's, or with every dependency."""
     if os.environ.get("PAPERS_ENV") == "here":
         missing = missing_here()
         if missing:

@@ -72,8 +72,8 @@ def run(
 ) -> None:
     """Execute notebooks end to end, report time and memory, and print the scoreboard.
 
-    A failed notebook does not stop the others. An interrupted run continues where it stopped when it is started again with
-    the same options.
+    A failed notebook does not stop the others. An interrupted run continues where it stopped when it is started
+    again with the same options.
     """
     from helpers.course import report, runner
 
@@ -200,8 +200,8 @@ def client(
     )
 
 
-# -- tests --------------------------------------------------------------------------------------------------------------
-SERIAL = "engine or notebook or serial"
+# -- tests -------------------------------------------------------------------------------------------------------------
+SERIAL = "engine or notebook"
 
 
 def test_steps(paths: list[str]) -> list[tuple[str, list[str]]]:
@@ -250,9 +250,9 @@ def test(
     print(f"All checks and tests passed in {total:.0f} s.")
 
 
-# -- the way out --------------------------------------------------------------------------------------------------------
+# -- the way out -------------------------------------------------------------------------------------------------------
 def run_cli(arguments: list[str]) -> int:
-    """Run one command and return its exit code; a `CourseError` is printed, never traced (unless PAPERS_DEBUG is set)."""
+    """Run one command, return its exit code; a `CourseError` is printed, and traced only with PAPERS_DEBUG."""
     command = typer.main.get_command(app)
     try:
         result = command.main(args=arguments, prog_name="python -m helpers", standalone_mode=False)
@@ -268,5 +268,5 @@ def run_cli(arguments: list[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except typer.TyperException as error:
-        error.show()
+        print(f"{error.format_message()} See: python -m helpers --help", file=sys.stderr)
         return error.exit_code

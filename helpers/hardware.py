@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -104,7 +105,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 def _cpu_name() -> str:
     try:
-        for line in open("/proc/cpuinfo", encoding="utf-8"):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
@@ -117,7 +118,7 @@ def memory_limit_bytes() -> int:
     total = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            text = open(path, encoding="utf-8").read().strip()
+            text = Path(path).read_text(encoding="utf-8").strip()
         except OSError:
             continue
         if text.isdigit():

@@ -145,10 +145,10 @@ def roofline(roof: Roofline, points: pd.DataFrame, *, title: str) -> Figure:
         fontsize=8,
         color="0.4",
     )
-    for index, row in enumerate(points.itertuples()):
-        axes.scatter(
-            row.intensity, row.flops / 1e9, s=45, color=PALETTE[index % len(PALETTE)], zorder=3, label=str(row.label)
-        )
+    rows = zip(points["label"], points["intensity"], points["flops"], strict=True)
+    for index, (label, intensity, flops) in enumerate(rows):
+        color = PALETTE[index % len(PALETTE)]
+        axes.scatter(intensity, flops / 1e9, s=45, color=color, zorder=3, label=str(label))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set(title=title, xlabel="arithmetic intensity (FLOP per byte moved)", ylabel="GFLOP/s")

@@ -1,7 +1,7 @@
 """Toolboxes: sets of packages that cannot live in the core environment, each in a virtual environment of its own.
 
-``requirements/NAME.txt`` is a full pin with hashes. `install` makes ``.toolboxes/NAME``; `call` runs a Python file in it with JSON
-in and JSON out. A missing toolbox is no error of the course: `status` says which command brings it.
+``requirements/NAME.txt`` is a full pin with hashes. `install` makes ``.toolboxes/NAME``; `call` runs a Python file in it,
+with JSON in and JSON out. A missing toolbox is no error of the course: `status` says which command brings it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ after it were paid for between `first` and `last`.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -69,7 +70,7 @@ class StreamTrace(BaseModel):
     @model_validator(mode="after")
     def _times_go_forward(self) -> StreamTrace:
         times = [chunk.time for chunk in self.chunks]
-        if any(later < earlier for earlier, later in zip(times, times[1:], strict=False)):
+        if any(later < earlier for earlier, later in pairwise(times)):
             raise ValueError(f"request {self.request_id}: chunk times go backwards")
         return self
 
@@ -165,7 +166,7 @@ class StreamTrace(BaseModel):
             return None
         values: list[float] = []
         chunks = self.token_chunks
-        for earlier, later in zip(chunks, chunks[1:], strict=False):
+        for earlier, later in pairwise(chunks):
             k = later.n_tokens or 0
             values += [(later.time - earlier.time) / k] * k
         return values
@@ -174,7 +175,7 @@ class StreamTrace(BaseModel):
     def chunk_gaps(self) -> list[float]:
         """Seconds between token-bearing chunks: what a reader of the stream sees, whatever a chunk holds."""
         times = [chunk.time for chunk in self.token_chunks]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(times)]
 
     @property
     def e2e(self) -> float | None:

@@ -1,7 +1,7 @@
 """Runs inside the toolbox ``engines``: greedy generation of the bundled GGUF file by OpenVINO GenAI, token times included.
 
-Input: ``gguf`` (path), ``prompts`` (texts), ``max_tokens``, ``threads``. Output: ``version``, and for each prompt its ``text``, and
-``times`` (seconds on the monotonic clock at which a token's text arrived) with ``sent`` and ``n_tokens``.
+Input: ``gguf`` (path), ``prompts`` (texts), ``max_tokens``, ``threads``. Output: ``version``, and for each prompt its
+``text``, ``sent``, ``times`` (seconds on the monotonic clock at which text arrived) and ``n_tokens``.
 """
 
 import json

@@ -61,7 +61,7 @@ def test_a_failing_install_says_the_installers_last_line(empty_toolboxes, tmp_pa
     bad.write_text("no-such-package-of-this-name==9 --hash=sha256:" + "0" * 64 + "\n")
     monkeypatch.setattr(toolbox, "_requirements", lambda name: bad)
     monkeypatch.setenv("UV_OFFLINE", "1")
-    with pytest.raises(EnvironmentSetupError, match="could not be installed: .+"):
+    with pytest.raises(EnvironmentSetupError, match=r"could not be installed: .+"):
         toolbox.install("engines")
     assert not toolbox.status("engines").installed
 
