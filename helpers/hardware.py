@@ -213,8 +213,8 @@ def capabilities(hardware: Hardware) -> dict[str, Capability]:
 def pick_dtype(hardware: Hardware | None = None) -> tuple[DtypeName, str]:
     """The dtype in which the course runs models here, with its reason.
 
-    fp16 on GPUs before sm80 (they have no bf16), bf16 from sm80 on. On a CPU fp32, or bf16 where a probe of the model's
-    own matrix shape shows it to be faster.
+    fp16 on GPUs before sm80 (they have no bf16), bf16 from sm80 on. On a CPU fp32, or bf16 where a probe shows it to be
+    faster both for one row (decode) and for many (prefill): some CPUs have a fast path for one of them only.
     """
     hardware = hardware or describe()
     if hardware.gpus:
@@ -222,21 +222,24 @@ def pick_dtype(hardware: Hardware | None = None) -> tuple[DtypeName, str]:
         if sm >= (8, 0):
             return "bfloat16", f"sm{sm[0]}{sm[1]} has bf16"
         return "float16", f"sm{sm[0]}{sm[1]} has no bf16"
-    fp32, bf16 = (_decode_matmul_seconds(dtype) for dtype in ("float32", "bfloat16"))
-    if bf16 < fp32:
-        return (
-            "bfloat16",
-            f"CPU: a decode-shaped product takes {bf16 * 1e6:.0f} us in bf16 and {fp32 * 1e6:.0f} in fp32",
-        )
-    return "float32", f"CPU: a decode-shaped product takes {fp32 * 1e6:.0f} us in fp32 and {bf16 * 1e6:.0f} in bf16"
+    names: tuple[DtypeName, DtypeName] = ("float32", "bfloat16")
+    decode = {name: _matmul_seconds(name, rows=1) for name in names}
+    prefill = {name: _matmul_seconds(name, rows=64) for name in names}
+    better = decode["bfloat16"] < decode["float32"] and prefill["bfloat16"] < prefill["float32"]
+    reason = ", ".join(
+        f"{what} product {1e6 * t['float32']:.0f} us in fp32, {1e6 * t['bfloat16']:.0f} us in bf16"
+        for what, t in (("a decode-shaped", decode), ("a prefill-shaped", prefill))
+    )
+    return ("bfloat16" if better else "float32"), f"on this CPU: {reason}"
 
 
-def _decode_matmul_seconds(dtype: str) -> float:
+def _matmul_seconds(dtype: str, rows: int) -> float:
+    """Seconds of one product of `rows` tokens with a weight of the bundled model's MLP, ``[1536, 576]``."""
     import torch
 
-    x = torch.randn(1, 576, dtype=torch.float32).to(getattr(torch, dtype))
-    w = torch.randn(1536, 576, dtype=torch.float32).to(getattr(torch, dtype))
-    return best_seconds(lambda: torch.nn.functional.linear(x, w), repeats=7, inner=50)
+    x = torch.randn(rows, 576).to(getattr(torch, dtype))
+    w = torch.randn(1536, 576).to(getattr(torch, dtype))
+    return best_seconds(lambda: torch.nn.functional.linear(x, w), repeats=5, inner=10 if rows == 1 else 1)
 
 
 # -- measured roofline --------------------------------------------------------------------------------------------------
