@@ -6,12 +6,14 @@ A cache object is what ``model(..., past_key_values=cache)`` takes. Shapes of ke
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from helpers.errors import EngineError, UnknownNameError, suggest
-from helpers.hardware import Hardware, describe
+from helpers.hardware import Hardware, describe, synchronize
 
 CacheKind = Literal["dynamic", "static", "offloaded", "quantized"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "static", "offloaded", "quantized")
@@ -95,6 +97,65 @@ def cache_bytes(cache: Any) -> int:
         for name in ("_quantized_keys", "_quantized_values"):
             total += _nested_bytes(getattr(layer, name, None))
     return total
+
+
+def is_compileable(cache: Any) -> bool:
+    """Whether Transformers declares that ``torch.compile`` can take a decode step with this cache: its shapes stay fixed."""
+    return bool(cache.is_compileable)
+
+
+@dataclass(frozen=True)
+class ForcedDecode:
+    """What `decode_forced` saw."""
+
+    logits: torch.Tensor
+    """float32, shape ``[n_steps, vocab_size]``, on the CPU: row i predicts token ``n_context + 1 + i``."""
+    step_seconds: list[float]
+    """Seconds of each decode step."""
+    cache_bytes: int
+    """Bytes that the cache's tensors held after the last step."""
+    n_tokens: int
+    """Tokens that the cache held after the last step."""
+
+
+def decode_forced(model: Any, cache: Any, ids: torch.Tensor, n_context: int) -> ForcedDecode:
+    """Prefill `n_context` tokens into an empty `cache`, then feed the other tokens of `ids` one by one (teacher forcing).
+
+    Every cache sees the same tokens, so that its logits can be held against another cache's position by position.
+
+    Parameters
+    ----------
+    ids : int64, shape ``[n]`` with ``n > n_context``.
+    """
+    ids = ids.to(model.device)
+    rows, seconds = [], []
+    with torch.inference_mode():
+        model(ids[None, :n_context], past_key_values=cache, logits_to_keep=1)
+        for index in range(n_context, len(ids)):
+            synchronize(model.device.type)
+            start = time.perf_counter()
+            logits = model(ids[None, index : index + 1], past_key_values=cache).logits
+            synchronize(model.device.type)
+            seconds.append(time.perf_counter() - start)
+            rows.append(logits[0, -1].float().cpu())
+    return ForcedDecode(torch.stack(rows), seconds, cache_bytes(cache), len(ids))
+
+
+def decode_greedy(model: Any, cache: Any, prompt_ids: torch.Tensor, n_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens after `prompt_ids` (int64, shape ``[n]``) through an empty `cache`, whatever ends a sequence.
+
+    Returns the `n_tokens` ids and the logits that each was taken from, float32, shape ``[n_tokens, vocab_size]``.
+    """
+    tokens: list[int] = []
+    rows = []
+    with torch.inference_mode():
+        fed = prompt_ids[None].to(model.device)
+        for _ in range(n_tokens):
+            row = model(fed, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().cpu()
+            rows.append(row)
+            tokens.append(int(row.argmax()))
+            fed = torch.tensor([[tokens[-1]]], device=model.device)
+    return tokens, torch.stack(rows)
 
 
 def _nested_bytes(value: Any) -> int:

@@ -317,7 +317,7 @@ def kv_shape(config: Any) -> KVShape:
 
     ``head_dim`` is taken from the configuration where it is given (it need not be ``hidden_size / num_attention_heads``),
     ``num_key_value_heads`` where it is given (else every query head has its own), MLA from ``kv_lora_rank``, sliding windows
-    from ``layer_types`` and ``sliding_window``.
+    from ``layer_types``, ``sliding_window`` and ``attention_chunk_size``; a window without ``layer_types`` is every layer's.
 
     Raises
     ------
@@ -346,8 +346,9 @@ def kv_shape(config: Any) -> KVShape:
     else:
         kind = "MHA" if n_kv_heads == n_q_heads else "MQA" if n_kv_heads == 1 else "GQA"
         elements = 2 * n_kv_heads * head_dim
-    types = _first(config, "layer_types", default=["full_attention"] * n_layers)
-    window = _first(config, "sliding_window")
+    window, chunk = _first(config, "sliding_window"), _first(config, "attention_chunk_size")
+    usual = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+    types = _first(config, "layer_types", default=[usual] * n_layers)
     return KVShape(
         kind=kind,
         n_layers=n_layers,
@@ -355,7 +356,7 @@ def kv_shape(config: Any) -> KVShape:
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         elements_per_layer=tuple(0 if "linear" in t or "mamba" in t or "conv" in t else elements for t in types),
-        windows=tuple(window if "sliding" in t or "chunked" in t else None for t in types),
+        windows=tuple(window if "sliding" in t else chunk if "chunked" in t else None for t in types),
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+T = TypeVar("T")
 MIN_N = {50: 1, 90: 10, 95: 20, 99: 100}
 """The fewest samples at which the course prints a percentile: about one sample beyond it."""
 
@@ -106,3 +109,14 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def step_seconds(steps: Iterable[T]) -> tuple[list[T], list[float]]:
+    """Run an iterator to its end: its items, and the seconds that each took to come (one monotonic clock)."""
+    items, seconds, last = [], [], time.perf_counter()
+    for item in steps:
+        now = time.perf_counter()
+        items.append(item)
+        seconds.append(now - last)
+        last = time.perf_counter()
+    return items, seconds

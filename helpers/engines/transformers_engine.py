@@ -7,7 +7,7 @@ request's tokens carry the time at which the step that made them ended, and a sh
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
 from helpers.engines.child import ChildEngine
@@ -27,7 +27,7 @@ class TransformersEngine(ChildEngine):
     ----------
     model : catalogue name or local folder.
     dtype, device, attention : as in `helpers.models.load_model`.
-    cache : kind of KV cache, see `helpers.kv_adapter`.
+    cache : kind of KV cache, see `helpers.kv_adapter`; ``none`` recomputes every token's keys and values at every step.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TransformersEngine(ChildEngine):
         dtype: str = "float32",
         device: str = "cpu",
         attention: str = "sdpa",
-        cache: CacheKind = "dynamic",
+        cache: CacheKind | Literal["none"] = "dynamic",
         threads: int | None = None,
         start_timeout_s: float = 180.0,
     ) -> None:
@@ -68,7 +68,15 @@ class TransformersBackend:
     """Runs in the child; see `TransformersEngine`."""
 
     def __init__(
-        self, *, model: str, name: str, max_model_len: int, dtype: str, device: str, attention: str, cache: CacheKind
+        self,
+        *,
+        model: str,
+        name: str,
+        max_model_len: int,
+        dtype: str,
+        device: str,
+        attention: str,
+        cache: CacheKind | Literal["none"],
     ) -> None:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
@@ -165,7 +173,11 @@ class TransformersBackend:
             steps.append(time.monotonic())
             return torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
-        cache = new_cache(self._cache_kind, self._model.config, max_cache_len=width + longest)
+        cache = (
+            None
+            if self._cache_kind == "none"
+            else new_cache(self._cache_kind, self._model.config, max_cache_len=width + longest)
+        )
         temperature = batch[0].temperature
         if temperature > 0 and batch[0].seed is not None:
             torch.manual_seed(batch[0].seed)
@@ -175,6 +187,7 @@ class TransformersBackend:
                 ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 past_key_values=cache,
+                use_cache=cache is not None,
                 max_new_tokens=longest,
                 **({"eos_token_id": -1} if batch[0].ignore_eos else {}),
                 do_sample=temperature > 0,
@@ -201,7 +214,7 @@ class TransformersBackend:
                     finish_reason="length" if len(tokens) == request.max_tokens else "stop",
                 )
             )
-        return traces, cache_bytes(cache)
+        return traces, cache_bytes(cache) if cache is not None else 0
 
     def close(self) -> None:
         """Nothing outlives the process."""
