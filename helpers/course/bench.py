@@ -114,7 +114,7 @@ def bench_workload(
     return Workload(name="bench-client", requests=requests, concurrency=concurrency, seed=seed)
 
 
-# -- the two clients ----------------------------------------------------------------------------------------------------
+# -- the two clients -----------------------------------------------------------------------------------------------
 def run_ours(engine: OpenAIEngine, workload: Workload, repeat: int) -> ToolRun:
     """One pass of our client; every request must succeed."""
     record = engine.run(workload, warmup=workload.concurrency)
@@ -218,7 +218,7 @@ def _their_run(result: dict[str, Any], cost: dict[str, float], n_requests: int, 
     )
 
 
-# -- the comparison -----------------------------------------------------------------------------------------------------
+# -- the comparison ------------------------------------------------------------------------------------------------
 def compare_clients(
     engine: OpenAIEngine, workload: Workload, *, repeats: int = MIN_REPEATS, tell: Callable[[str], None] | None = None
 ) -> ClientBench:
@@ -346,7 +346,7 @@ def _vocab_size(model_path: Path) -> int:
         ) from error
 
 
-# -- inside the other client's process ----------------------------------------------------------------------------------
+# -- inside the other client's process -----------------------------------------------------------------------------
 class CostMeter:
     """Processor time between the first measured call of an async function and the end of its last one, in seconds."""
 

@@ -85,7 +85,7 @@ def test_a_server_that_never_answers_is_ended_with_its_children(stub: str) -> No
 def test_an_interrupt_ends_server_and_children(stub: str) -> None:
     port = free_port()
     with pytest.raises(KeyboardInterrupt), ServerProcess("stub", [stub, "serves", str(port)], port=port) as server:
-        family = psutil.Process(server.pid).children(recursive=True) + [psutil.Process(server.pid)]
+        family = [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]
         assert len(family) >= 2
         raise KeyboardInterrupt
     assert not still_running(family, timeout_s=0)
@@ -165,7 +165,7 @@ def test_the_command_line_shim_changes_nothing_for_an_ordinary_vllm(monkeypatch:
     assert importlib.metadata.version("vllm") == "0.1+cpu" and importlib.metadata.version("torch") == "2"
 
 
-# -- the other client -----------------------------------------------------------------------------------------------------
+# -- the other client ------------------------------------------------------------------------------------------------
 def test_a_benchmark_with_failed_requests_is_refused() -> None:
     with pytest.raises(MeasurementRefused, match="completed 0 of 2"):
         _their_run({"completed": 0, "failed": 2}, {"cpu_seconds": 1.0}, 2, 0)
@@ -202,7 +202,7 @@ def test_both_clients_agree_on_a_scripted_server() -> None:
     assert bench_table(bench).row_count == 4
 
 
-# -- a real server --------------------------------------------------------------------------------------------------------
+# -- a real server ---------------------------------------------------------------------------------------------------
 class NotebookOut(io.StringIO):
     """What a notebook kernel puts in the place of ``sys.stdout``."""
 
