@@ -180,7 +180,7 @@ def explain(output: str, log: Path) -> EnvironmentSetupError:
         )
     lines = [line.strip() for line in output.splitlines() if re.match(r"\s*(ERROR|error)", line)]
     what = (
-        "The index has no build of a pinned package for this system" if NO_SUCH_PACKAGE.search(output) else "It failed"
+        "No build of a pinned package was found for this system" if NO_SUCH_PACKAGE.search(output) else "It failed"
     )
     detail = lines[-1] if lines else "no message was given"
     return EnvironmentSetupError(f"{what}: {detail}", f"{where} It names the package and the reason.")

@@ -256,6 +256,9 @@ def run_cli(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         result = command.main(args=arguments, prog_name="python -m helpers", standalone_mode=False)
+        if result == 130:
+            # typer turns Ctrl-C into this exit code by itself, without a word.
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except CourseError as error:
         if os.environ.get("PAPERS_DEBUG"):

@@ -1,0 +1,268 @@
+"""From sources to notebooks: ``source/NN_name.py`` (py:percent) is edited, ``NN_name.ipynb`` is built.
+
+A build is deterministic: cell ids come from the cells' own text, and nothing of the machine that executed a
+notebook stays in it but its outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from helpers.errors import NotebookError, RecordError, UnknownNameError, suggest
+from helpers.paths import NOTEBOOKS
+
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}
+INJECTED = "injected-parameters"
+SOURCE_HASH = "source_sha256"
+UNREADABLE = (OSError, ValueError, nbformat.reader.NotJSONError, nbformat.validator.NotebookValidationError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One notebook of a folder.
+
+    `source` is the file that is edited; it is the ``.ipynb`` itself where there is no other (student
+    editions).
+    """
+
+    name: str
+    source: Path
+    built: Path
+
+    @property
+    def number(self) -> str:
+        """The part of the name before its first underscore."""
+        return self.name.split("_", 1)[0]
+
+
+def discover(folder: Path = NOTEBOOKS) -> list[Entry]:
+    """All notebooks of `folder` in order: those with a percent source in ``source/``, and built ones without."""
+    entries = {
+        path.stem: Entry(path.stem, path, folder / f"{path.stem}.ipynb")
+        for path in (folder / "source").glob("[0-9]*.py")
+        if not path.name.startswith(".")
+    }
+    for path in folder.glob("[0-9]*.ipynb"):
+        entries.setdefault(path.stem, Entry(path.stem, path, path))
+    return [entries[name] for name in sorted(entries)]
+
+
+def find(names: list[str], folder: Path = NOTEBOOKS) -> list[Entry]:
+    """The notebooks called `names`, each ``01`` or ``01_kv_cache``; all of them without names.
+
+    Raises
+    ------
+    UnknownNameError : one of the names is not a notebook of `folder`, or `folder` has none.
+    """
+    entries = discover(folder)
+    if not entries:
+        raise UnknownNameError(f"There are no notebooks in {folder}.", "Start from a complete copy of the project.")
+    by_name = {entry.number: entry for entry in entries} | {entry.name: entry for entry in entries}
+    chosen = {}
+    for name in names:
+        key = Path(name).name.removesuffix(".ipynb").removesuffix(".py")
+        if key not in by_name:
+            raise UnknownNameError(f"There is no notebook {name!r}.", suggest(key, [entry.name for entry in entries]))
+        chosen[by_name[key].name] = by_name[key]
+    return [chosen[name] for name in sorted(chosen)] if names else entries
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def read_source(entry: Entry) -> NotebookNode:
+    """The notebook of a source, without outputs; the same text always gives the same notebook.
+
+    Raises
+    ------
+    NotebookError : the file cannot be read as a notebook.
+    """
+    import jupytext
+
+    try:
+        if entry.source.suffix == ".ipynb":
+            raw = nbformat.read(entry.source, as_version=4)
+        else:
+            raw = jupytext.reads(entry.source.read_text(encoding="utf-8"), fmt="py:percent")
+    except UNREADABLE as error:
+        raise NotebookError(
+            f"{entry.source} cannot be read as a notebook: {_first_line(str(error))}", "Mend or restore the file."
+        ) from error
+    cells = [_clean_cell(cell) for cell in raw.cells if INJECTED not in tags(cell)]
+    for cell, identity in zip(cells, cell_ids(cells), strict=True):
+        cell["id"] = identity
+    metadata = {"kernelspec": KERNELSPEC, "language_info": LANGUAGE}
+    return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """A notebook from an ``.ipynb`` file.
+
+    Raises
+    ------
+    NotebookError : it is missing or not a notebook.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except FileNotFoundError as error:
+        raise NotebookError(f"{path} does not exist.", "Build it: python -m helpers build") from error
+    except UNREADABLE as error:
+        raise NotebookError(f"{path} is not a notebook: {_first_line(str(error))}", "Build it anew.") from error
+
+
+def source_hash(entry: Entry) -> str:
+    """sha256 over the cells' types, tags and text: layout and outputs of the file do not matter."""
+    cells = read_source(entry).cells
+    text = "\0".join(f"{cell.cell_type}\0{','.join(tags(cell))}\0{cell.source}" for cell in cells)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tags(cell: Any) -> list[str]:
+    """A cell's tags."""
+    return list(cell.get("metadata", {}).get("tags", []))
+
+
+def cell_ids(cells: list[dict[str, Any]]) -> list[str]:
+    """An id for each cell from its own type and text, so that moving or adding a cell changes no other cell's id.
+
+    Cells of equal text are told apart by a counter.
+    """
+    seen: Counter[str] = Counter()
+    ids = []
+    for cell in cells:
+        digest = hashlib.sha256(f"{cell['cell_type']}\n{cell['source']}".encode()).hexdigest()[:12]
+        seen[digest] += 1
+        ids.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+    return ids
+
+
+def _clean_cell(cell: Any) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"tags": tags(cell)} if tags(cell) else {}
+    if "solution" in tags(cell):
+        metadata["jupyter"] = {"source_hidden": True}
+    clean = {"cell_type": cell["cell_type"], "metadata": metadata, "source": cell["source"]}
+    if cell["cell_type"] == "code":
+        clean |= {"execution_count": None, "outputs": []}
+    return clean
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason was given"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+def strip_machine(executed: NotebookNode, source: NotebookNode, digest: str) -> NotebookNode:
+    """The notebook to keep: `source`'s cells with the outputs of `executed`, and nothing else of the run.
+
+    Timestamps, paths, widget state and the injected parameters go; execution counts start at 1; neighbouring pieces
+    of one stream become one output.
+
+    Raises
+    ------
+    NotebookError : the executed cells are not those of the source.
+    """
+    ran = [cell for cell in executed.cells if INJECTED not in tags(cell)]
+    if [cell.source for cell in ran] != [cell.source for cell in source.cells]:
+        raise NotebookError("The executed notebook's cells differ from its source's.", "Build it again with --force.")
+    result = copy.deepcopy(source)
+    count = 0
+    for cell, done in zip(result.cells, ran, strict=True):
+        if cell.cell_type != "code":
+            continue
+        if done.execution_count is not None:
+            count += 1
+            cell.execution_count = count
+        cell.outputs = _clean_outputs(done.outputs, cell.execution_count)
+    result.metadata[SOURCE_HASH] = digest
+    return result
+
+
+def _clean_outputs(outputs: list[NotebookNode], count: int | None) -> list[NotebookNode]:
+    clean: list[NotebookNode] = []
+    for output in copy.deepcopy(outputs):
+        if output.output_type == "stream" and clean and clean[-1].get("name") == output.name:
+            clean[-1].text += output.text
+            continue
+        if "data" in output:
+            output.data = {kind: value for kind, value in output.data.items() if "jupyter.widget" not in kind}
+            output.metadata = {kind: value for kind, value in output.metadata.items() if kind in output.data}
+        if output.output_type == "execute_result":
+            output.execution_count = count
+        clean.append(output)
+    return clean
+
+
+def write_notebook(notebook: NotebookNode, path: Path) -> None:
+    """Write an ``.ipynb`` in one step, with sorted keys, so that equal notebooks are equal files.
+
+    Raises
+    ------
+    RecordError : the file cannot be written.
+    """
+    text = nbformat.writes(notebook, version=4)
+    half = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        os.replace(half, path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}.", "Free some space there.") from error
+
+
+def is_current(entry: Entry) -> bool:
+    """Whether the built notebook was executed from the source as it is now."""
+    try:
+        return read_notebook(entry.built).metadata.get(SOURCE_HASH) == source_hash(entry)
+    except NotebookError:
+        return False
+
+
+def build(
+    names: list[str],
+    *,
+    folder: Path = NOTEBOOKS,
+    out: Path,
+    force: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Execute, in the profile ``smoke``, the notebooks whose source changed, and write them with their outputs.
+
+    Parameters
+    ----------
+    names : which; all without names.
+    out : folder for the run's own records.
+    force : execute them whether they changed or not.
+
+    Returns
+    -------
+    The files written.
+
+    Raises
+    ------
+    NotebookError : a notebook failed; those before it are written, and its old ``.ipynb`` stays.
+    """
+    from helpers.course.runner import Settings, run_one
+
+    written = []
+    for entry in find(names, folder):
+        if entry.source == entry.built:
+            continue
+        if not force and is_current(entry):
+            say(f"{entry.name}: unchanged")
+            continue
+        outcome = run_one(entry, Settings(profile="smoke"), out)
+        executed = read_notebook(Path(outcome.notebook))
+        write_notebook(strip_machine(executed, read_source(entry), source_hash(entry)), entry.built)
+        say(f"{entry.name}: built in {outcome.seconds:.0f} s, peak {outcome.peak_bytes / 2**30:.2f} GiB")
+        written.append(entry.built)
+    return written
