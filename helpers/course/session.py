@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import sys
 import tempfile
@@ -91,7 +92,16 @@ class Run:
             self._predictions[name] = {"name": name, "predicted": float(value)}
 
     def measured(self, name: str, value: float, unit: str = "") -> float:
-        """Record a measurement under `name`, which may have been predicted; returns the value."""
+        """Record a measurement under `name`, which may have been predicted; returns the value.
+
+        Raises
+        ------
+        RecordError : the value is not a finite number.
+        """
+        if not math.isfinite(value):
+            raise RecordError(
+                f"The measurement {name!r} is {value}, not a number.", "Look at what it was computed from."
+            )
         self._measurements[name] = {"value": float(value), "unit": unit}
         return value
 

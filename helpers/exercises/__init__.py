@@ -63,9 +63,12 @@ def known(notebook: str) -> list[str]:
 
 
 def _load(notebook: str) -> None:
+    module = f"helpers.exercises.nb{notebook}"
     try:
-        importlib.import_module(f"helpers.exercises.nb{notebook}")
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
         raise UnknownNameError(f"Notebook {notebook!r} has no exercises.", "Use an id such as 01.2.") from error
 
 
