@@ -112,6 +112,25 @@ def measure_peak() -> Iterator[Peak]:
         result.method = "kernel high-water mark" if exact else "sampled every 2 ms"
 
 
+@contextlib.contextmanager
+def measure_device_peak(device: str) -> Iterator[Peak]:
+    """`measure_peak` for the memory that a model's tensors live in: the CUDA allocator's on a GPU, else this process's."""
+    if not device.startswith("cuda"):
+        with measure_peak() as result:
+            yield result
+        return
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = Peak(before=torch.cuda.memory_allocated(), method="CUDA allocator, allocated bytes")
+    try:
+        yield result
+    finally:
+        torch.cuda.synchronize()
+        result.peak, result.after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+
 def tensor_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the tensors' elements: shape times element size, whatever larger storage they are views of."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
