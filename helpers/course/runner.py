@@ -34,7 +34,7 @@ from papermill.exceptions import PapermillExecutionError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from helpers import profile as profiles
 from helpers.course.build import INJECTED, Entry, find, read_source, source_hash, tags, write_notebook
@@ -372,6 +372,9 @@ def kernel_environment(profile: str) -> dict[str, str]:
     # Waiting OpenMP threads that spin take the cores from the threads that work.
     environment["OMP_WAIT_POLICY"] = "passive"
     environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    # tqdm warns, with a path of this machine, that it shows text bars where there are no widgets: so it should.
+    warnings = ["ignore:IProgress not found", environment.get("PYTHONWARNINGS", "")]
+    environment["PYTHONWARNINGS"] = ",".join(filter(None, reversed(warnings)))
     if profile == "smoke":
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
@@ -734,9 +737,12 @@ def _run_reported(entry: Entry, settings: Settings, out: Path, console: Console)
     interactive = console.is_terminal
     if not interactive:
         console.print(f"{entry.name}: running", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    line = TextColumn("[dim]{task.fields[line]}")
-    with Progress(*columns, line, console=console, disable=not interactive, transient=True) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    line = TextColumn("[dim]{task.fields[line]}", table_column=rest)
+    # Twice a second: the bar must not take the cores that the notebook measures.
+    options: dict[str, Any] = {"disable": not interactive, "transient": True, "expand": True, "refresh_per_second": 2}
+    with Progress(*columns, line, console=console, **options) as progress:
         task = progress.add_task(entry.name, total=None, line="starting the kernel")
 
         def on_cell(number: int, total: int, text: str) -> None:

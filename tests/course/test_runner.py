@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from rich.console import Console
 
 from helpers.course import runner
-from helpers.course.build import find, write_notebook
+from helpers.course.build import find, read_source, source_hash, write_notebook
 from helpers.errors import NotebookError, RecordError, UnknownNameError
 from helpers.paths import ROOT
 
@@ -27,6 +27,11 @@ SMOKE = runner.Settings(profile="smoke")
 
 def run_one(folder: Path, out: Path, name: str = "01", settings: runner.Settings = SMOKE) -> runner.Outcome:
     return runner.run_one(find([name], folder)[0], settings, out)
+
+
+def outputs_of(outcome: runner.Outcome) -> list:
+    cells = nbformat.read(outcome.notebook, as_version=4).cells
+    return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
 
 
 def quiet() -> Console:
@@ -216,17 +221,28 @@ def test_values_on_the_command_line_are_literals_or_text():
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "word"), [("{half", "corrupt"), ("[]", "not a results file"), ("{}", "lacks")])
-def test_results_that_cannot_be_read_are_named(folder, add, tmp_path, text, word):
-    add(
-        "01_corrupt",
-        "read = PROFILE, SEED",
-        finish=f"import pathlib\npathlib.Path(OUT, 'results.json').write_text({text!r})",
-    )
-    with pytest.raises(RecordError, match=word) as caught:
+def test_results_that_cannot_be_read_are_named(folder, add, tmp_path):
+    finish = "import pathlib\npathlib.Path(OUT, 'results.json').write_text('{half')"
+    add("01_corrupt", "read = PROFILE, SEED", finish=finish)
+    with pytest.raises(RecordError, match="corrupt") as caught:
         run_one(folder, tmp_path / "out")
     assert "01_corrupt/results.json" in caught.value.symptom
     assert record(tmp_path / "out", "01_corrupt")["exit_code"] == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("[]", "not a results file"),
+        ("{}", "lacks"),
+        ('{"schema": 1, "notebook": "x", "profile": {}, "parameters": {}, "claims": []}', "does not record .* SEED"),
+    ],
+)
+def test_results_of_another_kind_are_refused(tmp_path, text, word):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=word):
+        runner.check_results("01_good", path, {"SEED": 0})
 
 
 def test_a_notebook_without_results_is_an_error(folder, add, tmp_path):
@@ -338,33 +354,55 @@ def test_an_interrupted_run_continues_with_what_is_not_done(folder, add, tmp_pat
     assert json.loads((out / "run.json").read_text())["finished"]
 
 
-def interrupted(folder: Path, out: Path) -> None:
-    """Run everything, then make the record look as if the run had been killed after the first notebook."""
-    runner.run([], SMOKE, folder=folder, out=out, console=quiet())
+@pytest.fixture
+def executed(monkeypatch):
+    """Names of the notebooks that were executed; the execution itself is a stand-in that leaves a results file."""
+    names: list[str] = []
+
+    def stand_in(entry, settings, out, on_cell=None):
+        names.append(entry.name)
+        (out / entry.name).mkdir(parents=True, exist_ok=True)
+        (out / entry.name / "results.json").write_text("{}")
+        return runner.Outcome(
+            name=entry.name,
+            status="done",
+            profile="smoke",
+            seed=settings.seed,
+            parameters={},
+            source_hash=source_hash(entry),
+            notebook="",
+        )
+
+    monkeypatch.setattr(runner, "run_one", stand_in)
+    return names
+
+
+def edit_manifest(out: Path, **changes: object) -> None:
+    """Change the record of a run, for example into one that was killed."""
     manifest = json.loads((out / "run.json").read_text())
-    manifest["finished"] = False
-    (out / "run.json").write_text(json.dumps(manifest))
+    (out / "run.json").write_text(json.dumps({**manifest, **changes}))
 
 
-@pytest.mark.parametrize("change", ["fresh", "seed", "source", "finished", "results", "corrupt manifest", "nothing"])
-def test_what_is_run_again_and_what_is_not(folder, add, tmp_path, change):
-    out, log = tmp_path / "out", tmp_path / "log"
-    source = add("01_only", f"open({str(log)!r}, 'a').write('x')")
-    interrupted(folder, out)
-    settings, fresh = SMOKE, change == "fresh"
-    if change == "seed":
-        settings = runner.Settings(profile="smoke", seed=1)
-    elif change == "source":
+CHANGES = ["fresh", "seed", "source", "helpers", "finished", "results", "corrupt manifest", "nothing"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_run_again_and_what_is_not(folder, add, tmp_path, executed, change):
+    out = tmp_path / "out"
+    source = add("01_only")
+    runner.run([], SMOKE, folder=folder, out=out, console=quiet())
+    edit_manifest(out, finished=change == "finished")
+    settings = runner.Settings(profile="smoke", seed=1) if change == "seed" else SMOKE
+    if change == "source":
         source.write_text(source.read_text() + "\n# %%\nlast = 1\n")
-    elif change == "finished":
-        manifest = json.loads((out / "run.json").read_text())
-        (out / "run.json").write_text(json.dumps({**manifest, "finished": True}))
+    elif change == "helpers":
+        edit_manifest(out, helpers_hash="of other helpers")
     elif change == "results":
         (out / "01_only/results.json").unlink()
     elif change == "corrupt manifest":
         (out / "run.json").write_text("{")
-    runner.run([], settings, folder=folder, out=out, fresh=fresh, console=quiet())
-    assert log.read_text() == ("x" if change == "nothing" else "xx")
+    runner.run([], settings, folder=folder, out=out, fresh=change == "fresh", console=quiet())
+    assert executed == ["01_only"] * (1 if change == "nothing" else 2)
 
 
 def test_sigterm_shuts_the_kernel_down(folder, add, tmp_path):
@@ -385,8 +423,13 @@ def test_sigterm_shuts_the_kernel_down(folder, add, tmp_path):
 def test_a_built_notebook_without_a_source_is_run_as_it_is(folder, tmp_path, add):
     add("01_good", "print('from the built one')")
     entry = find(["01"], folder)[0]
-    from helpers.course.build import read_source
-
     write_notebook(read_source(entry), folder / "02_student.ipynb")
     outcome = run_one(folder, tmp_path / "out", "02_student")
     assert "from the built one" in Path(outcome.notebook).read_text()
+
+
+def test_a_missing_widget_library_leaves_no_warning_in_the_notebook(folder, add, tmp_path):
+    add(
+        "01_good", "import warnings\nwarnings.warn('IProgress not found. Please update', UserWarning)\nimport tqdm.auto"
+    )
+    assert "IProgress" not in str(outputs_of(run_one(folder, tmp_path / "out")))
