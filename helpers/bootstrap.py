@@ -447,4 +447,7 @@ def ensure(arguments: list[str], replace: Callable[[str, list[str]], object] = o
         else:
             install(require_python())
     inside = str(venv_python())
+    # Packages arrive as source. Every kernel and engine imports thousands of files; without compiled copies on disk
+    # each of them compiles these anew, which takes longer than most cells.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     replace(inside, [inside, "-m", "helpers", *arguments])

@@ -1,4 +1,4 @@
-"""Regenerate ``requirements/cpu.txt`` from ``pyproject.toml``: ``python requirements/lock.py [--upgrade]``.
+"""Regenerate the locks, ``cpu.txt`` from ``pyproject.toml`` and each toolbox's: ``python requirements/lock.py [--upgrade]``.
 
 Pins that still satisfy ``pyproject.toml`` stay as they are; ``--upgrade`` moves every pin to the newest version.
 The result holds for all supported Pythons and systems at once (environment markers), with the hashes of every file.
@@ -16,13 +16,21 @@ COMMAND = "python requirements/lock.py"
 
 
 def compile_lock(root: Path = ROOT, *, upgrade: bool = False) -> int:
-    """Write the lock of the project in `root`; returns uv's exit code, which is 0 where a solution was found."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "dev", "--universal"]
-    command += ["--generate-hashes", "--no-annotate", "--quiet", "--custom-compile-command", COMMAND]
-    command += ["--output-file", "requirements/cpu.txt"]
-    if upgrade:
-        command.append("--upgrade")
-    return subprocess.run(command, cwd=root).returncode
+    """Write the locks of the project in `root`, its own and each toolbox's.
+
+    Returns uv's exit code, which is 0 where a solution was found for all of them.
+    """
+    sources = {"requirements/cpu.txt": ["pyproject.toml", "--extra", "dev"]}
+    for toolbox in sorted((root / "requirements").glob("*.in")):
+        sources[f"requirements/{toolbox.stem}.txt"] = [f"requirements/{toolbox.name}", "--python-version", "3.11"]
+    for target, source in sources.items():
+        command = [sys.executable, "-m", "uv", "pip", "compile", *source, "--universal", "--generate-hashes"]
+        command += ["--no-annotate", "--quiet", "--custom-compile-command", COMMAND, "--output-file", target]
+        if upgrade:
+            command.append("--upgrade")
+        if code := subprocess.run(command, cwd=root).returncode:
+            return code
+    return 0
 
 
 def main() -> int:
