@@ -89,6 +89,14 @@ class ClientBench(BaseModel):
         """Whether the two clients' medians of `metric` differ by no more than `tolerance`, as a paired ratio."""
         return abs(self.ratios[metric].ratio - 1) <= tolerance
 
+    def verdict(self, metric: str) -> str:
+        """In words: within the tolerance, beyond it, or beyond it with an interval that holds 1 (a noisy machine)."""
+        if self.within(metric):
+            return f"within {TOLERANCE:.0%}"
+        if self.ratios[metric].undecided:
+            return "undecided: too noisy, add repeats"
+        return f"differs by more than {TOLERANCE:.0%}"
+
     @property
     def agrees(self) -> bool:
         """All medians within 5 %, and our client costs no more."""
@@ -269,9 +277,10 @@ def bench_table(bench: ClientBench) -> Table:
         table.add_column(column, justify="left" if column == "median over repeats" else "right")
     for metric in METRICS:
         ours, theirs = (median(getattr(run, metric) for run in bench.of(tool)) for tool in (OURS, THEIRS))
-        verdict = f"within {TOLERANCE:.0%}" if bench.within(metric) else f"differs by more than {TOLERANCE:.0%}"
         ratio = str(bench.ratios[metric])
-        table.add_row(f"{metric.upper()} p50, ms", f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", ratio, verdict)
+        table.add_row(
+            f"{metric.upper()} p50, ms", f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", ratio, bench.verdict(metric)
+        )
     ours, theirs = (median(run.cpu_per_1000_tokens for run in bench.of(tool)) for tool in (OURS, THEIRS))
     verdict = "ours costs no more" if bench.ratios["cpu"].ratio <= 1 else "ours costs more"
     table.add_row("CPU s per 1000 tokens", f"{ours:.3f}", f"{theirs:.3f}", str(bench.ratios["cpu"]), verdict)
@@ -281,7 +290,7 @@ def bench_table(bench: ClientBench) -> Table:
 def bench_client(
     model_path: Path | str,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     n_requests: int = 12,
     prompt_tokens: int = 64,
     max_tokens: int = 32,
@@ -296,7 +305,7 @@ def bench_client(
 
     Parameters
     ----------
-    dtype : the server's weights and activations.
+    dtype : the server's weights and activations; None picks what is fastest here.
     prompt_tokens, max_tokens : length of every prompt and of every answer.
     vocab_size : prompts are random ids below it; None reads it from the model's ``config.json``.
     json_path : also write the record there.

@@ -15,7 +15,7 @@ from helpers.engines.openai_client import OpenAIEngine
 from helpers.engines.server_process import HOST, ServerProcess, claim_port
 from helpers.engines.vllm_cli import vllm_version
 from helpers.errors import EngineError
-from helpers.hardware import describe
+from helpers.hardware import describe, pick_dtype, usable_cores
 
 QUIET_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -64,7 +64,8 @@ class VllmServer:
     served_model_name : the name clients use.
     port : None takes a free one of the loopback interface.
     max_model_len : context, tokens.
-    dtype : weights and activations, in vLLM's words (``bfloat16``, ``float16``, ``float32``).
+    dtype : weights and activations, in vLLM's words (``bfloat16``, ``float16``, ``float32``); None takes what
+        `helpers.hardware.pick_dtype` finds fastest here.
     block_size : tokens in a KV block; None leaves it to vLLM (128 on a CPU, where 32, 64, 128 and 256 are allowed).
     enable_prefix_caching : whether KV blocks of earlier prompts are used again.
     max_num_seqs : most requests in a step.
@@ -82,7 +83,7 @@ class VllmServer:
         served_model_name: str = "model",
         port: int | None = None,
         max_model_len: int = 1024,
-        dtype: str = "bfloat16",
+        dtype: str | None = None,
         block_size: int | None = None,
         enable_prefix_caching: bool = True,
         max_num_seqs: int | None = None,
@@ -96,7 +97,7 @@ class VllmServer:
         self.served_model_name = served_model_name
         self.port = port
         self.max_model_len = max_model_len
-        self.dtype = dtype
+        self.dtype = dtype or pick_dtype()[0]
         self.enable_prefix_caching = enable_prefix_caching
         self.extra_args = tuple(extra_args)
         self.env = dict(env or {})
@@ -214,4 +215,4 @@ class VllmServer:
 
 def omp_threads() -> int:
     """Threads of the model's process: the cores less one, which the server's and the client's Python need."""
-    return max(1, (os.cpu_count() or 2) - 1)
+    return max(1, usable_cores() - 1)

@@ -16,7 +16,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.course.bench import OURS, THEIRS, CostMeter, _their_run, bench_table, bench_workload, compare_clients
+from helpers.course import bench
+from helpers.course.bench import (
+    OURS,
+    THEIRS,
+    ClientBench,
+    CostMeter,
+    ToolRun,
+    _their_run,
+    bench_table,
+    bench_workload,
+    compare_clients,
+    run_ours,
+    run_theirs,
+)
 from helpers.engines import vllm_cli, vllm_server
 from helpers.engines.fake_server import FakeServer, StreamScript
 from helpers.engines.openai_client import MISMATCH_COUNTER, PROMPT_MISMATCH_COUNTER, OpenAIEngine, run_in_own_loop
@@ -24,8 +37,10 @@ from helpers.engines.server_process import PARENT_VARIABLE, ServerProcess, claim
 from helpers.engines.vllm_server import VllmServer
 from helpers.errors import EngineError, MeasurementRefused
 from helpers.paths import ROOT
+from helpers.stats import paired_ratio
 from helpers.workload import Workload, make_workload
 
+SIX = bench_workload(n_requests=6, prompt_tokens=32, max_tokens=16, concurrency=2, vocab_size=1000, seed=0)
 needs_vllm = pytest.mark.skipif(vllm_cli.vllm_version() is None, reason="vLLM is not installed")
 
 STUB = """
@@ -186,20 +201,42 @@ def test_the_cost_meter_skips_the_warm_up() -> None:
     assert 0.05 <= meter.seconds < 0.1
 
 
+def test_clients_alternate_and_their_ratios_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(tool: str, repeat: int) -> ToolRun:
+        # The machine is slower in each repeat; theirs sees 10 % more in all of them.
+        seconds = (1 + repeat) * (1.0 if tool == OURS else 1.1)
+        times = {"ttft": seconds, "tpot": seconds, "e2e": seconds}
+        return ToolRun.model_validate(
+            {"tool": tool, "repeat": repeat, "completed": 6, "tokens": 96, "cpu_seconds": 0.5, **times}
+        )
+
+    monkeypatch.setattr(bench, "run_ours", lambda engine, work, repeat: run(OURS, repeat))
+    monkeypatch.setattr(bench, "run_theirs", lambda url, model, work, repeat: run(THEIRS, repeat))
+    with FakeServer() as server, OpenAIEngine(server.url, "fake") as engine:
+        record = compare_clients(engine, SIX)
+        with pytest.raises(MeasurementRefused, match="2 paired repeats"):
+            compare_clients(engine, SIX, repeats=2)
+    assert [run.tool for run in record.runs] == [OURS, THEIRS, THEIRS, OURS, OURS, THEIRS]
+    assert record.ratios["ttft"].ratio == pytest.approx(1 / 1.1) and not record.within("ttft")
+    assert record.ratios["cpu"].ratio == 1.0 and not record.agrees and record.within("e2e", 0.1)
+    assert record.verdict("ttft") == "differs by more than 5%"
+    noisy = record.model_copy(update={"ratios": {"ttft": paired_ratio([1.0, 2.0, 1.0], [2.0, 1.0, 1.2])}})
+    assert noisy.verdict("ttft").startswith("undecided")
+    assert bench_table(record).row_count == 4
+    assert ClientBench.model_validate_json(record.model_dump_json()) == record
+
+
 @needs_vllm
 @pytest.mark.engine
-def test_both_clients_agree_on_a_scripted_server() -> None:
-    work = bench_workload(n_requests=6, prompt_tokens=32, max_tokens=16, concurrency=2, vocab_size=1000, seed=0)
-    assert {len(request.prompt_ids) for request in work.requests} == {32}
-    with (
-        FakeServer(StreamScript(ttft=0.2, gap=0.03, n_tokens=16)) as server,
-        OpenAIEngine(server.url, "fake") as engine,
-    ):
-        bench = compare_clients(engine, work)
-    assert [run.completed for run in bench.runs] == [6] * 6 and {run.tokens for run in bench.runs} == {96}
-    assert [run.tool for run in bench.runs] == [OURS, THEIRS, THEIRS, OURS, OURS, THEIRS]
-    assert all(bench.within(metric, 0.1) for metric in ("ttft", "tpot", "e2e"))
-    assert bench_table(bench).row_count == 4
+def test_both_clients_see_the_same_scripted_stream() -> None:
+    assert {len(request.prompt_ids) for request in SIX.requests} == {32}
+    script = StreamScript(ttft=0.2, gap=0.03, n_tokens=16)
+    with FakeServer(script) as server, OpenAIEngine(server.url, "fake") as engine:
+        ours, theirs = run_ours(engine, SIX, 0), run_theirs(server.url, "fake", SIX, 0)
+    assert ours.completed == theirs.completed == 6 and ours.tokens == theirs.tokens == 96
+    for metric in ("ttft", "tpot", "e2e"):
+        assert getattr(ours, metric) == pytest.approx(getattr(theirs, metric), rel=0.1)
+    assert ours.cpu_seconds > 0 and theirs.cpu_seconds > 0
 
 
 # -- a real server ---------------------------------------------------------------------------------------------------
