@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "start":
+        import warnings
+
+        # Progress is a line of text here; tqdm need not ask for notebook widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         from helpers.course.session import start
 
         return start

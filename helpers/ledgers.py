@@ -455,11 +455,13 @@ def _rows(card: LedgerCard) -> list[tuple[str, str, str]]:
 
 
 def cards_frame(cards: list[LedgerCard]) -> pd.DataFrame:
-    """Several cards side by side."""
-    frame: pd.DataFrame | None = None
-    for card in cards:
-        one: Any = card.frame()
-        frame = one if frame is None else frame.merge(one, on=["ledger", "quantity"], how="outer", sort=False)
-    if frame is None:
+    """Several cards side by side, rows in the order of the first card that has them, ledger by ledger."""
+    if not cards:
         raise ValueError("no cards")
-    return frame.fillna("-")
+    values = [{(ledger, quantity): text for ledger, quantity, text in _rows(card)} for card in cards]
+    ledgers = list(dict.fromkeys(ledger for column in values for ledger, _ in column))
+    keys = sorted(dict.fromkeys(key for column in values for key in column), key=lambda key: ledgers.index(key[0]))
+    frame = pd.DataFrame(keys, columns=["ledger", "quantity"])
+    for card, column in zip(cards, values, strict=True):
+        frame[card.name] = [column.get(key, "-") for key in keys]
+    return frame

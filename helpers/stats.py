@@ -10,6 +10,8 @@ from typing import TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from helpers.hardware import synchronize
+
 T = TypeVar("T")
 MIN_N = {50: 1, 90: 10, 95: 20, 99: 100}
 """The fewest samples at which the course prints a percentile: about one sample beyond it."""
@@ -111,10 +113,13 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def step_seconds(steps: Iterable[T]) -> tuple[list[T], list[float]]:
-    """Run an iterator to its end: its items, and the seconds that each took to come (one monotonic clock)."""
-    items, seconds, last = [], [], time.perf_counter()
+def step_seconds(steps: Iterable[T], device: str = "cpu") -> tuple[list[T], list[float]]:
+    """Run an iterator to its end: its items, and the seconds that each took to come, `device`'s queued work included."""
+    items, seconds = [], []
+    synchronize(device)
+    last = time.perf_counter()
     for item in steps:
+        synchronize(device)
         now = time.perf_counter()
         items.append(item)
         seconds.append(now - last)
