@@ -133,3 +133,45 @@ def accuracy(correct: int, n: int, *, task: str, protocol: str) -> QualityResult
     """Task accuracy with a Wilson interval."""
     low, high = wilson_interval(correct, n)
     return QualityResult(metric=f"{task} accuracy", value=correct / n, protocol=protocol, n=n, low=low, high=high)
+
+
+def top1_agreement(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    protocol: str,
+) -> QualityResult:
+    """Share of generated tokens that the reference would also have put first, given the same tokens before them.
+
+    One pass over prompt and output scores every token of a request, so that one early difference does not make all later
+    tokens count as wrong. The interval is Wilson's over tokens; tokens of one request are not independent.
+
+    Parameters
+    ----------
+    logits_of : the reference; maps int64 ids of shape ``[1, t]`` to logits of shape ``[1, t, vocab_size]``.
+    prompts, outputs : token ids of each request, in one order.
+    protocol : the reference, its dtype, and which requests these are.
+
+    Raises
+    ------
+    MeasurementRefused : there are not as many outputs as prompts, or no token was generated.
+    """
+    import torch
+
+    if len(prompts) != len(outputs) or not any(len(output) for output in outputs):
+        raise MeasurementRefused(
+            f"Top-1 agreement needs an output for each prompt; there are {len(prompts)} prompts and "
+            f"{sum(len(output) > 0 for output in outputs)} outputs.",
+            "Score only the requests that completed.",
+        )
+    same, n = 0, 0
+    with torch.inference_mode():
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([*prompt, *output])[None]
+            best = logits_of(ids)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            same += sum(int(a == b) for a, b in zip(best, output, strict=True))
+            n += len(output)
+    low, high = wilson_interval(same, n)
+    return QualityResult(
+        metric="top-1 agreement", value=same / n, protocol=f"teacher-forced, {protocol}", n=n, low=low, high=high
+    )
