@@ -6,7 +6,7 @@ last three beside it. `LedgerCard.compare` therefore refuses two cards whose wor
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
