@@ -46,7 +46,8 @@ def use_style() -> None:
 
 def stamp(figure: Figure, text: str) -> None:
     """Write what a figure was measured on, small, under it."""
-    figure.text(0.005, -0.015, text, fontsize=6.5, color="0.45", ha="left", va="top")
+    bottom = figure.get_tightbbox().y0 / figure.get_figheight()  # labels and legends may hang below the figure
+    figure.text(0.005, min(0.0, bottom) - 0.015, text, fontsize=6.5, color="0.45", ha="left", va="top")
 
 
 def save(figure: Figure, data: Mapping[str, Any], folder: Path, name: str, stamp_text: str) -> Path:

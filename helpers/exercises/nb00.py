@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from helpers.exercises import Mismatch, attempted, exercise, expect, expect_close
@@ -24,7 +25,7 @@ _STREAMS: tuple[tuple[str, float, Chunks], ...] = (
 def _metrics(sent: float, chunks: Chunks) -> tuple[float, float | None, list[float]]:
     held = [(t, k) for t, k in chunks if k > 0]
     later = sum(k for _, k in held[1:])
-    itl = [(b - a) / k for (a, _), (b, k) in zip(held, held[1:], strict=False) for _ in range(k)]
+    itl = [(b - a) / k for (a, _), (b, k) in pairwise(held) for _ in range(k)]
     return held[0][0] - sent, (held[-1][0] - held[0][0]) / later if later else None, itl
 
 
@@ -39,10 +40,18 @@ def check_metrics(answer: Callable[[float, Chunks], dict[str, Any]]) -> None:
         ttft, tpot, itl = _metrics(sent, chunks)
         expect_close("TTFT runs from sending to the first chunk that holds a token", given, got["ttft"], ttft)
         if tpot is None:
-            expect("TPOT is None where no token came after the first chunk", given, got["tpot"] is None, None, got["tpot"])
+            expect(
+                "TPOT is None where no token came after the first chunk", given, got["tpot"] is None, None, got["tpot"]
+            )
         else:
             expect_close("TPOT counts only the tokens after the first chunk", given, got["tpot"], tpot)
-        expect("ITL has one value for each token after the first chunk", given, len(got["itl"]) == len(itl), itl, got["itl"])
+        expect(
+            "ITL has one value for each token after the first chunk",
+            given,
+            len(got["itl"]) == len(itl),
+            itl,
+            got["itl"],
+        )
         for mine, theirs in zip(got["itl"], itl, strict=True):
             expect_close("a gap is shared by the tokens it brought", given, mine, theirs)
 
@@ -92,7 +101,9 @@ def check_tpot(answer: Callable[[Chunks], float | None]) -> None:
             try:
                 got = answer(stream)
             except ZeroDivisionError:
-                raise Mismatch("no division by zero where nothing follows the first chunk", stream, None, "error") from None
+                raise Mismatch(
+                    "no division by zero where nothing follows the first chunk", stream, None, "error"
+                ) from None
             if expected is None:
                 expect("None where no token follows the first chunk", stream, got is None, None, got)
             else:
@@ -105,7 +116,14 @@ _MACHINES: tuple[dict[str, float], ...] = (
     {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 0, "ridge": 150.5},
     {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 1000, "ridge": 20},
     {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 1000, "ridge": 60},
-    {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 30_000, "ridge": 10},
+    {
+        "n_weights": 1e9,
+        "weight_bytes": 2,
+        "kv_bytes": 40_000,
+        "attention_flops": 80_000,
+        "context": 30_000,
+        "ridge": 10,
+    },
     {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 100, "ridge": 0.5},
 )
 
@@ -149,12 +167,22 @@ def check_rank_swap(answer: Callable[[], tuple[Sequence[int], Sequence[int]]]) -
     try:
         first, second = ([int(n) for n in lengths] for lengths in value)
     except (TypeError, ValueError):
-        raise Mismatch("the answer is a pair of lists of output lengths", "rank_swap()", "([...], [...])", value) from None
+        raise Mismatch(
+            "the answer is a pair of lists of output lengths", "rank_swap()", "([...], [...])", value
+        ) from None
     given = (first, second)
     expect("each output has at least one token", given, min(first + second, default=0) >= 1, ">= 1", given)
     expect("both workloads have as many requests", given, len(first) == len(second), len(first), len(second))
     expect("both workloads ask for as many tokens", given, sum(first) == sum(second), sum(first), sum(second))
     a, b = static_batch_seconds(first), one_by_one_seconds(first)
-    expect("static batching wins the first by 1.2 or more", first, b >= 1.2 * a, f"one by one >= {1.2 * a:.4g} s", f"{b:.4g} s")
+    expect(
+        "static batching wins the first by 1.2 or more",
+        first,
+        b >= 1.2 * a,
+        f"one by one >= {1.2 * a:.4g} s",
+        f"{b:.4g} s",
+    )
     a, b = static_batch_seconds(second), one_by_one_seconds(second)
-    expect("one by one wins the second by 1.2 or more", second, a >= 1.2 * b, f"static >= {1.2 * b:.4g} s", f"{a:.4g} s")
+    expect(
+        "one by one wins the second by 1.2 or more", second, a >= 1.2 * b, f"static >= {1.2 * b:.4g} s", f"{a:.4g} s"
+    )
