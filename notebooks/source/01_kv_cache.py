@@ -615,10 +615,10 @@ v2 = models.kv_shape(DeepseekV2Config(num_hidden_layers=60, hidden_size=5120, nu
 v1 = models.kv_shape(LlamaConfig(num_hidden_layers=95, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8))
 mha = models.kv_shape(LlamaConfig(num_hidden_layers=60, hidden_size=5120, num_attention_heads=128, head_dim=128))
 cases = [
-    ("MHA of V2's own shape", mha, 16),
-    ("DeepSeek 67B, GQA", v1, 16),
-    ("DeepSeek-V2, MLA", v2, 16),
-    ("DeepSeek-V2, MLA, 6 bits", v2, 6),
+    ("MHA of\nV2's own shape", mha, 16),
+    ("DeepSeek 67B,\nGQA", v1, 16),
+    ("DeepSeek-V2,\nMLA", v2, 16),
+    ("DeepSeek-V2,\nMLA, 6 bits", v2, 6),
 ]
 deepseek = pd.DataFrame(
     [{"cache": name, "KB a token": s.elements_per_token * bits / 8 / 1000} for name, s, bits in cases]
@@ -697,7 +697,7 @@ served = {
 }
 
 
-def served_gib(config, n_tokens=4096, batch=32):
+def served_gib(config, n_tokens=4096, batch=40):
     with torch.device("meta"):  # shapes without memory
         weights = 2 * AutoModelForCausalLM.from_config(config).num_parameters()
     return {"weights": weights / 2**30, "KV cache": models.kv_bytes(config, n_tokens, batch) / 2**30}
@@ -707,11 +707,11 @@ served_ledger = pd.DataFrame({name.replace(" (", "\n("): served_gib(config) for 
 run.figure(
     plots.stacked(
         served_ledger,
-        title="32 sequences of 4096 tokens, 16 bits (by formula)",
+        title="40 sequences of 4096 tokens, 16 bits (by formula)",
         xlabel="",
         ylabel="GiB",
         limit=80,
-        limit_label="a GPU of 80 GB",
+        limit_label="a GPU of 80 GiB",
     ),
     "served",
     served_ledger.reset_index(names="model"),
@@ -719,7 +719,7 @@ run.figure(
 
 # %% [markdown]
 # Three models of about seven billion parameters, one workload. Only the number of KV heads and layers differs, and it
-# decides whether a batch of 32 fits. One more, quoted in the PagedAttention paper: OPT-13B with MHA.
+# decides whether a batch of 40 fits. One more, quoted in the PagedAttention paper: OPT-13B with MHA.
 
 # %%
 from transformers import OPTConfig
@@ -740,58 +740,56 @@ print(f"2048 tokens: {opt_request / 2**20:g} MiB = {opt_request / 1e9:.2f} GB")
 CHILD = """
 import glob, re, torch
 from safetensors import safe_open
-weights = []
+weights, outcomes = [], []
 for path in sorted(glob.glob(arguments["folder"] + "/*.safetensors")) if arguments["folder"] else []:
     with safe_open(path, framework="pt") as file:
         weights += [file.get_tensor(name).clone() for name in file.keys()]
+data = 1024 * int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1))
 n_layers, n_kv_heads, n_tokens, head_dim = arguments["shape"]
-size = (arguments["batch"], n_kv_heads, n_tokens, head_dim)
-if arguments["batch"]:
-    cache = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2 * n_layers)]
-result = 1024 * int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1))
+for batch in arguments["batches"]:
+    cache = None
+    try:
+        size = (batch, n_kv_heads, n_tokens, head_dim)
+        cache = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2 * n_layers)]
+        outcomes.append("fits")
+    except RuntimeError as error:
+        outcomes.append("out of memory" if "allocate memory" in str(error) else str(error))
+result = {"data": data, "outcomes": outcomes}
 """
+
+# %%
 folder = str(models.bundled_model())
 bundled = models.kv_shape(models.load_config("smollm2-135m-instruct"))
 
 
-def child(batch, n_tokens, limit, folder=folder):
+def child(batches, n_tokens, limit, folder=folder):
     sizes = (bundled.n_layers, bundled.n_kv_heads, n_tokens, bundled.head_dim)
-    return memory.run_limited(CHILD, limit, folder=folder, shape=sizes, batch=batch)
+    return memory.run_limited(CHILD, limit, folder=folder, shape=sizes, batches=batches).value
 
 
-# %%
 can_limit = run.hardware.system == "Linux"
-libraries = child(0, 1, 2**33, folder="").value if can_limit else 0
+libraries = child([], 1, 2**33, folder="")["data"] if can_limit else 0
 weights = models.checkpoint_bytes(folder, "bfloat16")
-limit = libraries + weights + 2**29 if can_limit else 0
-print(
-    f"libraries {show_bytes(libraries)}, weights {show_bytes(weights)}, limit {show_bytes(limit)}"
-    if can_limit
-    else "not run here: a limit on a process's memory needs Linux"
-)
+limit = libraries + weights + 2**29
+parts = f"libraries {show_bytes(libraries)}, weights {show_bytes(weights)}, limit {show_bytes(limit)}"
+print(parts if can_limit else "not run here: a limit on a process's memory needs Linux")
 
 
 # %%
 def boundary(n_tokens):
     """The largest batch that should fit, and what happened to it and to the next one."""
     one = models.kv_bytes(bundled, n_tokens)
-    batch = (limit - libraries - weights) // one
-    spare = limit - libraries - weights - batch * one
-    ends = [child(b, n_tokens, limit).outcome for b in (batch, batch + 1)]
-    return {
-        "context": n_tokens,
-        "largest batch (predicted)": batch,
-        "spare": show_bytes(spare),
-        "that batch": ends[0],
-        "one more": ends[1],
-    }
+    batch, spare = divmod(limit - libraries - weights, one)
+    ends = child([batch, batch + 1], n_tokens, limit)["outcomes"]
+    names = "context", "largest batch (predicted)", "spare", "that batch", "one more"
+    return dict(zip(names, (n_tokens, batch, show_bytes(spare), *ends), strict=True))
 
 
 edges = pd.DataFrame([boundary(c) for c in (1000, 3000)] if can_limit else [])
 edges
 
 # %% [markdown]
-# "That batch" should end `ok`, "one more" `out of memory`. The prediction used no run of the batch itself: one
+# "That batch" should read `fits`, "one more" `out of memory`. The prediction used no run of the batch itself: one
 # measured number (what the libraries take) and two formulas. Real servers do the same at start-up, and set the rest
 # aside as a pool.
 
@@ -807,7 +805,7 @@ edges
 # tie.
 
 # %%
-N_CONTEXT, N_STEPS, N_GREEDY = contexts[2] - 64, 16, 10
+N_CONTEXT, N_STEPS, N_GREEDY = contexts[2] - 64, 16, 8
 prose = text[: N_CONTEXT + N_STEPS]
 protocol = f"Persuasion, {N_CONTEXT} tokens of context, then {N_STEPS} tokens one by one"
 KINDS = {
@@ -830,7 +828,7 @@ def measure_kind(name):
     return forced, free, kv_adapter.is_compileable(kv_adapter.new_cache(kind, model.config, **options))
 
 
-seen = {name: measure_kind(name) for name in run.progress([k for k in KINDS if not refused[k]])}
+seen = {name: measure_kind(name) for name in (k for k in KINDS if not refused[k])}
 full_bytes = models.kv_bytes(model.config, len(prose), 1, run.dtype)
 
 
@@ -859,7 +857,12 @@ caches.round({"step (ms)": 1, "of the 16-bit formula": 3, "KL to dynamic (nats)"
 # %%
 run.figure(
     plots.bars(
-        caches, x="cache", y="bytes", title=f"Bytes held for {len(prose)} tokens", xlabel="", ylabel="bytes", fmt="%.3g"
+        caches.assign(cache=caches["cache"].str.replace(", ", ",\n"), mib=caches["bytes"] / 2**20),
+        x="cache",
+        y="mib",
+        title=f"Memory held for {len(prose)} tokens",
+        xlabel="",
+        ylabel="MiB",
     ),
     "caches",
     caches,
@@ -897,7 +900,7 @@ pd.Series(bits, name="bits an element").round(2).to_frame()
 from helpers.engines.transformers_engine import TransformersEngine
 from helpers.workload import Request, Workload
 
-N_PROMPT, N_OUT = contexts[0], max(8, run.profile.max_tokens // 4)
+N_PROMPT, N_OUT = contexts[0], run.profile.max_tokens // 4
 starts = [37 * i for i in range(3)]
 requests = tuple(
     Request(request_id=f"prose-{i}", prompt_ids=tuple(text[i : i + N_PROMPT].tolist()), max_tokens=N_OUT)
@@ -963,9 +966,9 @@ def one_token_pair(_):
 
 
 llama.projected_tokens = 0
-pairs = [one_token_pair(i) for i in range(run.profile.repeats + 1)][1:]
+pairs = [one_token_pair(i) for i in range(run.profile.repeats)][1:]
 control = paired_ratio([a for a, _ in pairs], [b for _, b in pairs], seed=SEED)
-assert llama.projected_tokens == 2 * (len(pairs) + 1) * contexts[0]
+assert llama.projected_tokens == 2 * run.profile.repeats * contexts[0]
 word = "undecided" if control.undecided else "decided"
 Markdown(f"Without over with, one token: **{control}** ({word}); projected tokens are equal in both.")
 
