@@ -15,7 +15,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from helpers.hardware import Roofline
 from helpers.trace import StreamTrace
@@ -61,6 +63,13 @@ def save(figure: Figure, data: Mapping[str, Any], folder: Path, name: str, stamp
     return path
 
 
+def plain_log(axis: Axis) -> None:
+    """Label a logarithmic axis with plain numbers at 1, 2 and 5 of each decade, and nothing between."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def lines(
     frame: pd.DataFrame,
     *,
@@ -89,6 +98,7 @@ def lines(
         axes.minorticks_off()
     if log_y:
         axes.set_yscale("log")
+        plain_log(axes.yaxis)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if hue:
         axes.legend(title=None)
@@ -152,8 +162,10 @@ def roofline(roof: Roofline, points: pd.DataFrame, *, title: str) -> Figure:
         axes.scatter(intensity, flops / 1e9, s=45, color=color, zorder=3, label=str(label))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    plain_log(axes.xaxis)
+    plain_log(axes.yaxis)
     axes.set(title=title, xlabel="arithmetic intensity (FLOP per byte moved)", ylabel="GFLOP/s")
-    axes.legend(loc="lower right")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
@@ -197,6 +209,7 @@ def predictions(frame: pd.DataFrame, *, title: str) -> Figure:
     axes.scatter(ratio, range(len(frame)), s=40, color=PALETTE[0], zorder=3)
     axes.set_yticks(range(len(frame)), frame["name"])
     axes.set_xscale("log")
+    plain_log(axes.xaxis)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="predicted / measured", ylabel="")
     return figure
