@@ -90,12 +90,13 @@ class ClientBench(BaseModel):
         return abs(self.ratios[metric].ratio - 1) <= tolerance
 
     def verdict(self, metric: str) -> str:
-        """In words: within the tolerance, beyond it, or beyond it with an interval that holds 1 (a noisy machine)."""
-        if self.within(metric):
+        """In words: within the tolerance or beyond it, or that the interval is too wide to tell (a noisy machine)."""
+        ratio = self.ratios[metric]
+        if ratio.low >= 1 - TOLERANCE and ratio.high <= 1 + TOLERANCE:
             return f"within {TOLERANCE:.0%}"
-        if self.ratios[metric].undecided:
-            return "undecided: too noisy, add repeats"
-        return f"differs by more than {TOLERANCE:.0%}"
+        if self.within(metric):
+            return f"within {TOLERANCE:.0%}, the interval is wider"
+        return "undecided: add repeats" if ratio.undecided else f"differs by more than {TOLERANCE:.0%}"
 
     @property
     def agrees(self) -> bool:

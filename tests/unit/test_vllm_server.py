@@ -121,7 +121,7 @@ def test_a_server_ends_when_its_parent_was_killed(tmp_path: Path) -> None:
         "import sys, time\nfrom helpers.engines.fake_server import FakeServer\n"
         "server = FakeServer(); server.__enter__(); print(server.process.pid, flush=True); time.sleep(600)"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     env.pop(PARENT_VARIABLE, None)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
     assert parent.stdout is not None
@@ -222,6 +222,10 @@ def test_clients_alternate_and_their_ratios_are_paired(monkeypatch: pytest.Monke
     assert record.verdict("ttft") == "differs by more than 5%"
     noisy = record.model_copy(update={"ratios": {"ttft": paired_ratio([1.0, 2.0, 1.0], [2.0, 1.0, 1.2])}})
     assert noisy.verdict("ttft").startswith("undecided")
+    wide = record.model_copy(update={"ratios": {"ttft": paired_ratio([1.0, 2.0, 1.0], [1.3, 1.6, 1.0])}})
+    assert wide.within("ttft") and wide.verdict("ttft") == "within 5%, the interval is wider"
+    tight = record.model_copy(update={"ratios": {"ttft": paired_ratio([1.0, 2.0, 1.0], [1.01, 1.98, 1.0])}})
+    assert tight.verdict("ttft") == "within 5%"
     assert bench_table(record).row_count == 4
     assert ClientBench.model_validate_json(record.model_dump_json()) == record
 
