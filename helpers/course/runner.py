@@ -371,6 +371,8 @@ def kernel_environment(profile: str) -> dict[str, str]:
     environment["TOKENIZERS_PARALLELISM"] = "false"
     # Waiting OpenMP threads that spin take the cores from the threads that work.
     environment["OMP_WAIT_POLICY"] = "passive"
+    # Nobody watches: `Run.progress` stays silent.
+    environment["PAPERMILL_RUN"] = "1"
     environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     # tqdm warns, with a path of this machine, that it shows text bars where there are no widgets: so it should.
     warnings = ["ignore:IProgress not found", environment.get("PYTHONWARNINGS", "")]
@@ -383,9 +385,17 @@ def kernel_environment(profile: str) -> dict[str, str]:
 class CourseClient(PapermillNotebookClient):
     """Papermill's client with a watched kernel that may be started twice."""
 
-    def __init__(self, nb_man: Any, watch: Watch, environment: dict[str, str], sockets: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        nb_man: Any,
+        watch: Watch,
+        environment: dict[str, str],
+        sockets: Path,
+        kernel_log: Path,
+        **options: Any,
+    ) -> None:
         super().__init__(nb_man, **options)
-        self.watch, self.environment, self.sockets = watch, environment, sockets
+        self.watch, self.environment, self.sockets, self.kernel_log = watch, environment, sockets, kernel_log
         self.kernel_manager_class = ThisInterpreter
 
     def create_kernel_manager(self) -> Any:
@@ -398,7 +408,9 @@ class CourseClient(PapermillNotebookClient):
         return manager
 
     def start_new_kernel(self, **options: Any) -> None:
-        super().start_new_kernel(env=self.environment, **options)
+        # What a kernel says outside its cells (a complaint at its end, a crash report) goes beside them, not into ours.
+        with self.kernel_log.open("ab") as log:
+            super().start_new_kernel(env=self.environment, stdout=log, stderr=log, **options)
 
     def start_new_kernel_client(self, **options: Any) -> Any:
         """Connect to the kernel; where it did not start, start another one, once."""
@@ -438,6 +450,7 @@ class CourseEngine(NBClientEngine):
                     watch,
                     options["environment"],
                     options["sockets"],
+                    options["kernel_log"],
                     timeout=options["execution_timeout"],
                     startup_timeout=options["start_timeout"],
                     kernel_name=kernel_name,
@@ -512,7 +525,7 @@ def run_one(
     check_parameters(entry.name, notebook, list(settings.parameters))
     folder = out.resolve() / entry.name
     check_out_folder(folder)
-    for stale in (folder / RESULTS, folder / RECORD, folder / f"{entry.name}.ipynb"):
+    for stale in (folder / RESULTS, folder / RECORD, folder / f"{entry.name}.ipynb", folder / "kernel.log"):
         stale.unlink(missing_ok=True)
     parameters = {"PROFILE": profile.name, "SEED": settings.seed, "OUT": str(folder), **settings.parameters}
     watch = Watch(on_cell)
@@ -575,6 +588,7 @@ def _execute(
                 watch=watch,
                 environment=kernel_environment(profile),
                 sockets=sockets,
+                kernel_log=folder / "kernel.log",
             )
     except (PapermillExecutionError, DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError, OSError) as error:
         saved = _save_partial(watch, target)
