@@ -664,7 +664,7 @@ def prefill_memory(n_tokens, batch, keep=1):
     return {"weights": models.weight_bytes(model), "KV cache": kv, "workspace": max(0, peak.grown - kv)}
 
 
-cells = [(c, 1) for c in contexts] + [(contexts[0], b) for b in run.profile.batches[1:3]]
+cells = [(c, 1) for c in (contexts[0], *contexts[2:])] + [(contexts[0], b) for b in run.profile.batches[1:3]]
 ledger = pd.DataFrame({f"{c} x {b}": prefill_memory(c, b) for c, b in cells}).T / 2**20
 ledger.loc[f"{contexts[-2]} x 1\nall logits"] = pd.Series(prefill_memory(contexts[-2], 1, keep=0)) / 2**20
 run.figure(
@@ -805,7 +805,7 @@ edges
 # tie.
 
 # %%
-N_CONTEXT, N_STEPS, N_GREEDY = contexts[2] - 64, 16, 8
+N_CONTEXT, N_STEPS, N_GREEDY = contexts[2] - 64, 14, 8
 prose = text[: N_CONTEXT + N_STEPS]
 protocol = f"Persuasion, {N_CONTEXT} tokens of context, then {N_STEPS} tokens one by one"
 KINDS = {
@@ -900,7 +900,7 @@ pd.Series(bits, name="bits an element").round(2).to_frame()
 from helpers.engines.transformers_engine import TransformersEngine
 from helpers.workload import Request, Workload
 
-N_PROMPT, N_OUT = contexts[0], run.profile.max_tokens // 4
+N_PROMPT, N_OUT = contexts[0], run.profile.max_tokens // 5
 starts = [37 * i for i in range(3)]
 requests = tuple(
     Request(request_id=f"prose-{i}", prompt_ids=tuple(text[i : i + N_PROMPT].tolist()), max_tokens=N_OUT)
