@@ -351,3 +351,22 @@ def test_show_summary_says_where_n_is_too_small() -> None:
     assert ledgers.show_summary(summary(200, 3.0, 4.0)) == "p50 1 s [500 ms, 2 s], p95 3 s, p99 4 s (n=200)"
     assert ledgers.show_summary(summary(1, None, None)).startswith("p50 1 s, p95: n too small")
     assert ledgers.show_summary(Summary(n=0, mean=None, p50=None, p95=None, p99=None)) == "no samples"
+
+
+# -- the quality that stands on a card ----------------------------------------------------------------------------------
+def test_top1_agreement_scores_every_token_on_its_own() -> None:
+    """The reference puts the successor of each id first; one wrong token does not spoil those after it."""
+    import torch
+
+    from helpers.quality import top1_agreement
+
+    def successor(ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(ids + 1, 50).float()
+
+    result = top1_agreement(successor, [[1, 2, 3], [7]], [[4, 5, 9, 10], [8]], "a counting model")
+    assert (result.value, result.n, result.protocol) == (4 / 5, 5, "teacher-forced, a counting model")
+    assert result.low is not None and result.high is not None and result.low < 0.8 < result.high
+    with pytest.raises(MeasurementRefused, match="an output for each prompt"):
+        top1_agreement(successor, [[1], [2]], [[2]], "a counting model")
+    with pytest.raises(MeasurementRefused, match="an output for each prompt"):
+        top1_agreement(successor, [[1]], [[]], "a counting model")
