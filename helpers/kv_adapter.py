@@ -43,8 +43,9 @@ def new_cache(
     Parameters
     ----------
     kind : ``dynamic`` grows by concatenation; ``static`` is allocated once for `max_cache_len` tokens; ``offloaded`` keeps
-        all layers but the current one in host memory; ``quantized`` keeps all but the last `residual_length` tokens in
-        `nbits` bits with one scale and zero point for each group of `group_size` (HQQ).
+        all layers but the current one in host memory; ``quantized`` stores the prompt in `nbits` bits with one scale and
+        zero point for each group of `group_size` (HQQ); newer tokens stay in full precision until `residual_length` of them
+        have gathered, then everything is quantized again.
 
     Raises
     ------

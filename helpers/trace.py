@@ -12,7 +12,7 @@ ttft_schedule  first - scheduled                                      a token ar
 tpot           (last - first) / (n - tokens in the first chunk)       more tokens than the first chunk held
 itl            gap / tokens in the later chunk, once for each token   every chunk's token count is known
 chunk_gap      gap between chunks that hold tokens                    always
-e2e            last - scheduled                                       the request finished
+e2e            last - scheduled                                       a token arrived (of a failed request: so far)
 =============  =====================================================  ==================================================
 
 TPOT follows vLLM's ``bench serve`` where each chunk holds one token. Where the first chunk holds several, only the tokens

@@ -87,7 +87,7 @@ run.predict(
 # Write $x_t$ for the input of one attention layer at position $t$. Each head turns it into a query $q_t$, a key $k_t$
 # and a value $v_t$, each of `head_dim` elements. The output at position $n$ is a weighted mean of values,
 #
-# $$o_n = \sum_{t \le n} \mathrm{softmax}_t\!\left(\frac{q_n \cdot k_t}{\sqrt{d}}\right) v_t .$$
+# $$o_n = \sum_{t \le n} \mathrm{softmax}_t\!\left(\frac{q_n \cdot k_t}{\sqrt{d_\text{head}}}\right) v_t .$$
 #
 # The query $q_n$ is used once. The pairs $(k_t, v_t)$ are used by every later position, and nothing later changes
 # them. So keep them: after $n$ tokens a layer holds keys and values of shape `[n_kv_heads, n, head_dim]` each, and
@@ -412,10 +412,10 @@ class PreallocatedCache(CatCache):
 def growth_cost(way, n_tokens, max_tokens, block_size=16):
     """Tokens copied while a cache grows one by one to `n_tokens`, and the most tokens' memory held at one time."""
     if way == "concatenated":
-        return {"copied": n_tokens * (n_tokens - 1) // 2, "held at most": 2 * n_tokens - 1}
+        return {"copied": n_tokens * (n_tokens - 1) // 2, "held by a layer at most": 2 * n_tokens - 1}
     if way == "preallocated":
-        return {"copied": 0, "held at most": max_tokens}
-    return {"copied": 0, "held at most": -(-n_tokens // block_size) * block_size}
+        return {"copied": 0, "held by a layer at most": max_tokens}
+    return {"copied": 0, "held by a layer at most": -(-n_tokens // block_size) * block_size}
 
 
 # %%
@@ -427,8 +427,9 @@ ways = ("concatenated", "preallocated", "in blocks of 16")
 pd.DataFrame([{"way": way, **growth_cost(way, n, 1024)} for way in ways])
 
 # %% [markdown]
-# Concatenation holds old and new at once while it copies, so its peak is almost twice the cache. Preallocation pays
-# for the longest answer that might come. Neither is free.
+# Tokens, counted in one layer. While a layer is extended, its old and its new tensor exist at once; the layers take turns,
+# so the whole cache peaks at $1 + 1/n_\text{layers}$ of its size. Worse for an allocator is that no freed piece is ever the
+# size of the next one. Preallocation pays for the longest answer that might come. Neither is free.
 
 # %% [markdown]
 # ## How many bytes? By formula, and as tensors
@@ -718,8 +719,8 @@ run.figure(
 )
 
 # %% [markdown]
-# Three models of about seven billion parameters, one workload. Only the number of KV heads and layers differs, and it
-# decides whether a batch of 40 fits. One more, quoted in the PagedAttention paper: OPT-13B with MHA.
+# Three models of about seven billion parameters, one workload. For the cache only KV heads, their width and the layers
+# count, and they decide whether a batch of 40 fits. One more, quoted in the PagedAttention paper: OPT-13B with MHA.
 
 # %%
 from transformers import OPTConfig
@@ -1052,7 +1053,8 @@ headline, equal_bits = (
 run.claim(
     "deepseek-v2-kv",
     abs(headline - 93.3) < 0.1 and abs(equal_bits - 93.3) > 5,
-    f"{headline:.1f} % with a 6-bit cache; {equal_bits:.1f} % at equal bits. DeepSeek 67B's shape is from secondary sources",
+    f"{headline:.1f} % with a 6-bit cache; {equal_bits:.1f} % at equal bits",
+    reason="arithmetic on published shapes (67B's from secondary sources); that the 6 bits close the gap is our inference",
 )
 groups = v2.elements_per_layer[0] / (2 * 128)
 run.claim("mla-alone-kv", groups == 2.25, f"(512 + 64) / (2 x 128) = {groups:g} KV heads of 128")
@@ -1264,7 +1266,8 @@ run.check("01.5", choose_cache)
 #
 # - **`hidden_size` is not the cache's width.** Read `num_key_value_heads` and `head_dim`; check a formula against
 #   tensors, as above.
-# - **KB or KiB, GB or GiB?** OPT-13B's "800 KB" and "1.6 GB" are 800 KiB and 1600 MiB. A factor of 1.07 hides easily.
+# - **KB or KiB, GB or GiB?** OPT-13B's "800 KB" and "1.6 GB" are 800 KiB and 1600 MiB. That is 2.4 % and 4.9 % more than
+#   the words say; between GB and GiB it is 7.4 %.
 # - **Held is not used.** Logical bytes, bytes rounded to blocks, the reserved pool and what the device reports are
 #   four numbers. Name the one you print.
 # - **Test a cache after a prefill**, never only from empty; and test that the same prompt twice gives the same
@@ -1274,8 +1277,7 @@ run.check("01.5", choose_cache)
 #
 # Further reading:
 #
-# - Shazeer, [Fast Transformer Decoding](https://arxiv.org/abs/1911.02150), 2019: the memory-bandwidth argument, in
-#   six pages.
+# - Shazeer, [Fast Transformer Decoding](https://arxiv.org/abs/1911.02150), 2019: the memory-bandwidth argument.
 # - Ainslie et al., [GQA](https://arxiv.org/abs/2305.13245), 2023: how to turn MHA into GQA afterwards.
 # - DeepSeek-AI, [DeepSeek-V2](https://arxiv.org/abs/2405.04434), 2024: section 2.1 and its appendix on the absorbed
 #   form.

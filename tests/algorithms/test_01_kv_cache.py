@@ -148,8 +148,8 @@ def models_state(config):
 def test_growth_costs_are_bounded(nb):
     for n in (1, 15, 16, 17, 100):
         blocks = nb.growth_cost("in blocks", n, 128, block_size=16)
-        assert blocks["copied"] == 0 and 0 <= blocks["held at most"] - n < 16
-        assert nb.growth_cost("preallocated", n, 128) == {"copied": 0, "held at most": 128}
+        assert blocks["copied"] == 0 and 0 <= blocks["held by a layer at most"] - n < 16
+        assert nb.growth_cost("preallocated", n, 128) == {"copied": 0, "held by a layer at most": 128}
 
 
 def test_mla(nb):
