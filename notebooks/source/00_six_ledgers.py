@@ -872,8 +872,9 @@ control.round(3)
 # If some row says "a difference", the row is not to be deleted, and vLLM did not become another program. The interval
 # resamples requests *within* one pair of runs. It cannot see that a whole run had a busier neighbour or a warmer processor,
 # since the requests of one run share that. The honest unit is the run. So take the widest interval over the twins, metric by
-# metric, as this machine's noise today. Only an effect whose own interval lies outside it may be called one. Even that is generous: the twins ran
-# within a minute of each other, the two engines did not. A result to be published would alternate them, A B A B.
+# metric, as this machine's noise today. Only an effect whose own interval lies outside it may be called one. Even that is
+# generous: the twins ran within a minute of each other, the two engines did not. A result to be published would alternate
+# them, A B A B.
 
 # %%
 verdicts = []
@@ -885,7 +886,7 @@ for metric, twin_rows in control.groupby("metric", sort=False):
         {
             "metric": metric,
             "against itself": f"{low:.2f} to {high:.2f}",
-            "the control": "undecided, as it must be" if quiet else "the machine drifted: run again",
+            "the control": "undecided, as it must be" if quiet else "the machine drifted",
             f"{served} / Transformers": f"{effect.low:.2f} to {effect.high:.2f}",
             "the effect": "outside the noise" if outside else "undecided",
         }
@@ -970,8 +971,8 @@ hidden = summary.loc["mean", "from schedule"] / summary.loc["mean", "from sendin
 run.claim(
     "coordinated-omission",
     hidden_here > 1.5,
-    f"from the queue times that {opened.engine.engine} measured: mean TTFT from schedule is {hidden_here:.1f}x what a client with "
-    f"the same limit would report (simulated hiccup: {hidden:.1f}x)",
+    f"from the queue times that {opened.engine.engine} measured: mean TTFT from schedule is {hidden_here:.1f}x what a client "
+    f"with the same limit would report (simulated hiccup: {hidden:.1f}x)",
 )
 run.claims()[["paper", "quoted", "ours", "verdict"]]
 
