@@ -179,9 +179,7 @@ def explain(output: str, log: Path) -> EnvironmentSetupError:
             f"Put the project in a folder that you may write to. {where}",
         )
     lines = [line.strip() for line in output.splitlines() if re.match(r"\s*(ERROR|error)", line)]
-    what = (
-        "No build of a pinned package was found for this system" if NO_SUCH_PACKAGE.search(output) else "It failed"
-    )
+    what = "No build of a pinned package was found for this system" if NO_SUCH_PACKAGE.search(output) else "It failed"
     detail = lines[-1] if lines else "no message was given"
     return EnvironmentSetupError(f"{what}: {detail}", f"{where} It names the package and the reason.")
 

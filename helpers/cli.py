@@ -7,14 +7,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from helpers.errors import CourseError, NotebookError, RecordError
+from helpers.errors import CourseError, NotebookError, RecordError, UnknownNameError
 from helpers.paths import BUILD, NOTEBOOKS, ROOT
+
+if TYPE_CHECKING:
+    from helpers.course.runner import Settings
+    from helpers.profile import Profile
 
 app = typer.Typer(
     name="python -m helpers",
@@ -54,6 +58,33 @@ def list_notebooks() -> None:
     console().print(table)
 
 
+def bring_model(profile: Profile) -> None:
+    """Have the bundled model ready before a notebook's time runs, where `profile` uses it; kernels are then offline."""
+    from helpers.models import BUNDLED, bundled_model
+
+    if BUNDLED in (profile.model, profile.small_model):
+        bundled_model()
+
+
+def settings_of(profile: str, seed: int, assignments: list[str], timeout_s: float | None) -> Settings:
+    """A run's settings; ``-p SEED=3`` and ``-p PROFILE=smoke`` say the same as ``--seed`` and ``--profile``.
+
+    Raises
+    ------
+    UnknownNameError : an assignment is malformed, SEED is no integer, or OUT is assigned (``--out`` names the folder).
+    """
+    from helpers.course.runner import Settings, parse_assignments
+
+    asked = parse_assignments(assignments)
+    if "OUT" in asked:
+        raise UnknownNameError("OUT is set by the runner for each notebook.", "Name the folder of all: --out DIR")
+    seed = asked.pop("SEED", seed)
+    if type(seed) is not int:
+        raise UnknownNameError(f"SEED={seed!r} is not an integer.", "For example: -p SEED=3")
+    profile = str(asked.pop("PROFILE", profile))
+    return Settings(profile=profile, seed=seed, parameters=asked, timeout_s=timeout_s)
+
+
 @app.command()
 def run(
     notebooks: Names = None,
@@ -78,13 +109,8 @@ def run(
     from helpers.course import report, runner
 
     screen = console()
-    asked = runner.parse_assignments(parameter or [])
-    if "SEED" in asked:
-        seed = int(asked.pop("SEED"))
-    if "PROFILE" in asked:
-        profile = str(asked.pop("PROFILE"))
-    settings = runner.Settings(profile=profile, seed=seed, parameters=asked, timeout_s=timeout)
-    manifest = runner.run(notebooks or [], settings, out=out, fresh=fresh, console=screen)
+    settings = settings_of(profile, seed, parameter or [], timeout)
+    manifest = runner.run(notebooks or [], settings, out=out, fresh=fresh, prepare=bring_model, console=screen)
     screen.print()
     done = [name for name, outcome in manifest.outcomes.items() if outcome.status == "done"]
     if done:
@@ -152,7 +178,9 @@ def build(
         print("Every notebook is current, executed and within its limits.")
         return
     from helpers.course.build import build as build_notebooks
+    from helpers.profile import PROFILES
 
+    bring_model(PROFILES["smoke"])
     build_notebooks(notebooks or [], out=BUILD / "notebooks", force=force)
 
 
@@ -219,6 +247,7 @@ def test_steps(paths: list[str]) -> list[tuple[str, list[str]]]:
         ("ruff check", [python, "-m", "ruff", "check", *places]),
         ("ruff format", [python, "-m", "ruff", "format", "--check", *places]),
         ("mypy", [python, "-m", "mypy", "helpers"]),
+        ("bundled model", [python, "-m", "helpers", "model"]),
         *tests,
         ("notebooks", [python, "-m", "helpers", "build", "--check"]),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -227,11 +228,45 @@ def is_current(entry: Entry) -> bool:
         return False
 
 
+def keep_figures(name: str, made: Path, kept: Path) -> list[Path]:
+    """Copy the figures that a run of the notebook `name` left in `made` to `kept`, and drop those it no longer makes.
+
+    A figure is an SVG and, of the same stem, the JSON of the numbers it was drawn from; both start with the notebook's
+    number.
+
+    Returns
+    -------
+    The SVG files now in `kept` that belong to this notebook.
+
+    Raises
+    ------
+    NotebookError : a figure came without its numbers.
+    RecordError : `kept` cannot be written.
+    """
+    pictures = sorted(made.glob("*.svg"))
+    bare = [picture.name for picture in pictures if not picture.with_suffix(".json").exists()]
+    if bare:
+        raise NotebookError(f"{name} left figures without their numbers: {', '.join(bare)}.", "Use run.figure().")
+    number = name.split("_", 1)[0]
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for old in [*kept.glob(f"{number}_*.svg"), *kept.glob(f"{number}_*.json")]:
+            old.unlink()
+        for file in [file for picture in pictures for file in (picture, picture.with_suffix(".json"))]:
+            shutil.copyfile(file, kept / file.name)
+    except OSError as error:
+        raise RecordError(
+            f"The figures cannot be kept in {kept}: {error.strerror or error}.", "Free some space there."
+        ) from error
+    return [kept / picture.name for picture in pictures]
+
+
 def build(
     names: list[str],
     *,
     folder: Path = NOTEBOOKS,
     out: Path,
+    figures: Path | None = None,
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
@@ -241,6 +276,7 @@ def build(
     ----------
     names : which; all without names.
     out : folder for the run's own records.
+    figures : where figures are kept; None is ``figures`` beside `folder`.
     force : execute them whether they changed or not.
 
     Returns
@@ -250,6 +286,7 @@ def build(
     Raises
     ------
     NotebookError : a notebook failed; those before it are written, and its old ``.ipynb`` stays.
+    RecordError : a file cannot be written.
     """
     from helpers.course.runner import Settings, run_one
 
@@ -262,6 +299,7 @@ def build(
             continue
         outcome = run_one(entry, Settings(profile="smoke"), out)
         executed = read_notebook(Path(outcome.notebook))
+        keep_figures(entry.name, out / entry.name / "figures", figures or folder.parent / "figures")
         write_notebook(strip_machine(executed, read_source(entry), source_hash(entry)), entry.built)
         say(f"{entry.name}: built in {outcome.seconds:.0f} s, peak {outcome.peak_bytes / 2**30:.2f} GiB")
         written.append(entry.built)

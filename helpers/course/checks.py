@@ -22,7 +22,9 @@ MAX_NOTEBOOK_BYTES = 1_000_000
 MAX_OUTPUT_BYTES = 200_000
 MAX_ALGORITHM_LINES = 40
 MAX_CELL_LINES = 45
-MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|var/folders|private)/[^\s'\"<>,)]+")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.:/])/(?:home|Users|root|tmp|var/folders|private|work|workspace|content|mnt|opt)/[^\s'\"<>,)]+"
+)
 PROGRESS = re.compile(r"\r|\d+%\|[^|\n]*\||\d(?:it/s|s/it)\b|[━╸]{5,}")
 
 

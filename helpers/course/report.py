@@ -79,7 +79,13 @@ def read_results(path: Path) -> dict[str, Any]:
     return content
 
 
-def _rows(results: dict[str, Any], path: Path) -> list[ScoreRow]:
+def claim_rows(results: dict[str, Any], path: Path) -> list[ScoreRow]:
+    """The claims of one results file's content; `path` is named where one is unreadable.
+
+    Raises
+    ------
+    RecordError : a claim lacks a field or has an unknown verdict.
+    """
     profile = results["profile"]
     name = profile.get("name", "?") if isinstance(profile, dict) else str(profile)
     rows = []
@@ -116,7 +122,7 @@ def load(folder: Path, names: Iterable[str] | None = None) -> Scoreboard:
     for path in paths:
         try:
             results = read_results(path)
-            rows = _rows(results, path)
+            rows = claim_rows(results, path)
         except RecordError as error:
             board.left_out.append(error.symptom)
             continue

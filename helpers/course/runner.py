@@ -527,6 +527,7 @@ def run_one(
     check_out_folder(folder)
     for stale in (folder / RESULTS, folder / RECORD, folder / f"{entry.name}.ipynb", folder / "kernel.log"):
         stale.unlink(missing_ok=True)
+    shutil.rmtree(folder / "figures", ignore_errors=True)
     parameters = {"PROFILE": profile.name, "SEED": settings.seed, "OUT": str(folder), **settings.parameters}
     watch = Watch(on_cell)
     outcome = Outcome(
@@ -571,6 +572,7 @@ def _execute(
     import papermill
 
     target = folder / f"{entry.name}.ipynb"
+    kernel_log = folder / "kernel.log"
     sockets = Path(tempfile.mkdtemp(prefix="papers-"))
     try:
         with _quiet_papermill():
@@ -588,13 +590,16 @@ def _execute(
                 watch=watch,
                 environment=kernel_environment(profile),
                 sockets=sockets,
-                kernel_log=folder / "kernel.log",
+                kernel_log=kernel_log,
             )
     except (PapermillExecutionError, DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError, OSError) as error:
         saved = _save_partial(watch, target)
         raise _explain(entry.name, error, watch, saved, timeout_s) from error
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not kernel_log.stat().st_size:
+                kernel_log.unlink()
 
 
 @contextlib.contextmanager
@@ -664,11 +669,13 @@ def check_results(name: str, path: Path, parameters: dict[str, Any]) -> None:
     RecordError : it is missing or corrupt.
     NotebookError : a parameter did not arrive.
     """
-    from helpers.course.report import read_results
+    from helpers.course.report import claim_rows, read_results
 
     if not path.exists():
         raise RecordError(f"{name} ended without writing {path}.", "Its last cell must call run.finish().")
-    used = read_results(path).get("parameters", {})
+    results = read_results(path)
+    claim_rows(results, path)
+    used = results["parameters"]
     for parameter, value in parameters.items():
         if parameter not in used:
             if parameter in OWN_PARAMETERS:
@@ -689,12 +696,14 @@ def run(
     folder: Path = NOTEBOOKS,
     out: Path = RUN,
     fresh: bool = False,
+    prepare: Callable[[profiles.Profile], object] = lambda profile: None,
     console: Console | None = None,
 ) -> Manifest:
     """Execute notebooks one after another; a failure is reported and the others still run.
 
     An earlier run in `out` with the same settings that was interrupted is continued: notebooks that are done, and
-    whose source has not changed since, are not run again. `fresh` starts over.
+    whose source has not changed since, are not run again. `fresh` starts over. `prepare` brings what the profile needs,
+    once everything asked for is known to exist and before any notebook's time runs.
 
     Returns
     -------
@@ -720,6 +729,7 @@ def run(
         helpers_hash=helpers_hash(),
     )
     console.print(f"Profile {profile.name}: {reason}. Results go to {out}.", highlight=False)
+    prepare(profile)
     _take_over(manifest, None if fresh else read_manifest(out), out, console)
     write_json(manifest, out / RECORD)
     for entry in entries:
@@ -780,7 +790,10 @@ def _run_reported(entry: Entry, settings: Settings, out: Path, console: Console)
 def _failed_outcome(entry: Entry, settings: Settings, out: Path, error: CourseError) -> Outcome:
     """The outcome that `run_one` recorded before it raised, or one made here where it could not."""
     with contextlib.suppress(OSError, ValidationError):
-        return Outcome.model_validate_json((out / entry.name / RECORD).read_text(encoding="utf-8"))
+        recorded = Outcome.model_validate_json((out / entry.name / RECORD).read_text(encoding="utf-8"))
+        # Where the folder could not be written, the record there is an earlier run's.
+        if recorded.error == str(error):
+            return recorded
     return Outcome(
         name=entry.name,
         status="failed",

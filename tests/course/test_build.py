@@ -8,7 +8,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from helpers.course import build, checks
-from helpers.errors import NotebookError, UnknownNameError
+from helpers.errors import NotebookError, RecordError, UnknownNameError
 
 
 def cell_texts(notebook: NotebookNode) -> list[str]:
@@ -115,6 +115,40 @@ def test_a_failed_build_keeps_the_old_notebook(folder, add, tmp_path):
     assert (folder / "01_good.ipynb").read_bytes() == before
 
 
+DRAW = """
+import pathlib
+
+figures = pathlib.Path(OUT, "figures")
+figures.mkdir()
+(figures / "01_b.svg").write_text("<svg/>")
+(figures / "01_b.json").write_text("{}")
+"""
+
+
+def test_a_build_keeps_the_run_s_figures_and_drops_what_is_no_longer_drawn(folder, add, tmp_path):
+    add("01_good", DRAW)
+    kept = tmp_path / "figures"
+    kept.mkdir()
+    for stale in ("01_a.svg", "01_a.json", "02_a.svg"):
+        (kept / stale).write_text("old")
+    build.build([], folder=folder, out=tmp_path / "out", say=lambda _: None)
+    assert sorted(path.name for path in kept.iterdir()) == ["01_b.json", "01_b.svg", "02_a.svg"]
+
+
+def test_a_figure_without_its_numbers_is_refused(folder, add, tmp_path):
+    add("01_good", DRAW.replace('(figures / "01_b.json")', '(figures / "01_c.json")'))
+    with pytest.raises(NotebookError, match=r"without their numbers: 01_b\.svg"):
+        build.build([], folder=folder, out=tmp_path / "out", say=lambda _: None)
+    assert not (folder / "01_good.ipynb").exists()
+
+
+def test_figures_that_cannot_be_kept_are_a_record_error(tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot be kept"):
+        build.keep_figures("01_good", tmp_path / "made", tmp_path / "file" / "figures")
+
+
 def test_neighbouring_streams_are_joined_and_widgets_dropped():
     widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {}, "text/plain": "bar"})
     raw = executed(stream("a"), stream("b"), widget)
@@ -133,6 +167,7 @@ def test_neighbouring_streams_are_joined_and_widgets_dropped():
         (checks.no_machine_paths, stream("saved to /home/ada/x.json"), "path of one machine"),
         (checks.no_machine_paths, stream("'/Users/ada/x'"), "path of one machine"),
         (checks.no_machine_paths, stream("see /tmp/abc/log"), "path of one machine"),
+        (checks.no_machine_paths, stream("see /workspace/course/x"), "path of one machine"),
         (checks.no_machine_paths, stream(f"see {build.NOTEBOOKS}/x"), "path of one machine"),
         (checks.no_error_outputs, new_output("error", ename="E", evalue="", traceback=[]), "error: E"),
         (checks.output_sizes, stream("x" * 200_001), "200 kB"),

@@ -102,7 +102,7 @@ def test_report_exits_with_6_when_a_file_is_corrupt(tmp_path, capsys):
 
 
 @pytest.fixture
-def course(folder, add, monkeypatch):
+def course(folder, add, monkeypatch, tmp_path):
     """The command line works on a folder of tiny notebooks."""
     add("01_good")
     add("02_raises", "raise ValueError('no such luck')")
@@ -110,6 +110,7 @@ def course(folder, add, monkeypatch):
 
     original = runner.run
     monkeypatch.setattr(runner, "run", lambda *args, **kw: original(*args, **{**kw, "folder": folder}))
+    monkeypatch.setattr("helpers.models.bundled_model", lambda: tmp_path)
     return folder
 
 
@@ -121,6 +122,8 @@ def course(folder, add, monkeypatch):
         (["--profile", "smokey"], 2, ["no profile 'smokey'", "Did you mean 'smoke'?"]),
         (["01", "-p", "SEEED=1", "--profile", "smoke"], 2, ["no parameter 'SEEED'", "Did you mean 'SEED'?"]),
         (["01", "-p", "SEED", "--profile", "smoke"], 2, ["NAME=VALUE"]),
+        (["01", "-p", "SEED=abc", "--profile", "smoke"], 2, ["SEED='abc' is not an integer"]),
+        (["01", "-p", "OUT=here", "--profile", "smoke"], 2, ["--out DIR"]),
         (["--no-such-option"], 2, ["No such option"]),
     ],
 )
@@ -142,6 +145,21 @@ def test_a_run_goes_on_after_a_failure_and_ends_with_its_exit_code(course, tmp_p
     assert "01_good: done in" in captured.out
     assert "budget GiB" in captured.out
     assert (out / "scoreboard.md").exists()
+
+
+def test_a_model_that_cannot_be_had_ends_the_run_before_any_notebook(course, tmp_path, capsys, monkeypatch):
+    def no_network() -> Path:
+        raise ModelError("The model cannot be fetched.", "Connect once.")
+
+    monkeypatch.setattr("helpers.models.bundled_model", no_network)
+    assert cli.run_cli(["run", "01", "--out", str(tmp_path / "out"), "--profile", "smoke"]) == 4
+    captured = capsys.readouterr()
+    assert captured.err == "ModelError: The model cannot be fetched.\n  Remedy: Connect once.\n"
+    assert "running" not in captured.out
+
+
+def test_a_seed_may_be_given_in_two_ways(course, tmp_path):
+    assert cli.settings_of("auto", 0, ["SEED=3", "PROFILE=smoke"], None) == cli.settings_of("smoke", 3, [], None)
 
 
 def test_an_unwritable_folder_is_exit_code_6(course, tmp_path, capsys):

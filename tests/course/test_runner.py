@@ -54,6 +54,7 @@ def test_a_good_notebook_leaves_its_outputs_results_and_costs(folder, add, tmp_p
     executed = nbformat.read(outcome.notebook, as_version=4)
     assert any("seed 7" in str(cell.get("outputs")) for cell in executed.cells)
     assert [cell.cell for cell in outcome.cells] == [2, 3, 4]
+    assert not (tmp_path / "out" / "01_good" / "kernel.log").exists()
     allocating = outcome.cells[1]
     assert allocating.peak_bytes - outcome.cells[0].peak_bytes > 150_000_000
     assert outcome.peak_bytes >= allocating.peak_bytes
@@ -236,6 +237,7 @@ def test_results_that_cannot_be_read_are_named(folder, add, tmp_path):
         ("[]", "not a results file"),
         ("{}", "lacks"),
         ('{"schema": 1, "notebook": "x", "profile": {}, "parameters": {}, "claims": []}', "does not record .* SEED"),
+        ('{"schema": 1, "notebook": "x", "profile": {}, "parameters": {}, "claims": [{}]}', "a claim is not readable"),
     ],
 )
 def test_results_of_another_kind_are_refused(tmp_path, text, word):
@@ -320,10 +322,26 @@ def test_a_failure_does_not_stop_the_others(folder, add, tmp_path):
     assert manifest.finished
 
 
+def test_a_folder_that_has_become_unwritable_does_not_show_an_earlier_success(folder, add, tmp_path, monkeypatch):
+    add("01_good")
+    out = tmp_path / "out"
+    runner.run([], SMOKE, folder=folder, out=out, console=quiet())
+
+    def full(place: Path) -> None:
+        if place != out:
+            raise RecordError(f"{place} cannot be written.", "Free some space.")
+
+    monkeypatch.setattr(runner, "check_out_folder", full)
+    manifest = runner.run([], SMOKE, folder=folder, out=out, console=quiet())
+    assert manifest.outcomes["01_good"].status == "failed"
+    assert runner.exit_code_of(manifest) == 6
+
+
 RUN_SCRIPT = """
 import sys
 from pathlib import Path
 from helpers.course import runner
+runner.helpers_hash = lambda: "the same"  # somebody may edit the helpers while this test runs
 runner.run([], runner.Settings(profile="smoke"), folder=Path(sys.argv[1]), out=Path(sys.argv[2]))
 """
 
