@@ -16,14 +16,16 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -148,39 +150,91 @@ def run_ours(engine: OpenAIEngine, workload: Workload, repeat: int) -> ToolRun:
     )
 
 
-def run_theirs(base_url: str, model: str, workload: Workload, repeat: int) -> ToolRun:
-    """One pass of ``vllm bench serve`` over the same token ids, in a process of its own.
+class VllmBench:
+    """``vllm bench serve`` in a process of its own, which imports once and then runs one pass after another.
 
-    It leaves with exit code 0 even where every request failed, so its counts are read.
+    Its imports take longer than a pass. Done once, and before the first pass, they neither push the two halves of a
+    pair apart nor take the cores from the server while our client measures. Between passes the process waits for a line.
     """
-    with tempfile.TemporaryDirectory(prefix="client-bench-") as folder:
-        prompts, result, cost, log = (
-            Path(folder) / name for name in ("prompts.jsonl", "result.json", "cost.json", "log")
+
+    def __init__(self, base_url: str, model: str) -> None:
+        self.base_url = base_url
+        self.model = model
+        self._process: subprocess.Popen[bytes] | None = None
+        self._passes = 0
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="client-bench-"))
+        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        ready = self._folder / "ready"
+        try:
+            with (self._folder / "log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "helpers.course.bench", str(ready)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                )
+            self._wait_for(ready)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_for(self, path: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + BENCH_TIMEOUT_S
+        while not path.exists():
+            if (code := self._process.poll()) is not None:
+                raise EngineError(
+                    f"vllm bench serve ended with exit code {code}:\n{self.log_tail()}", "Read its output above."
+                )
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"vllm bench serve did not end within {BENCH_TIMEOUT_S} s.", "Ask for fewer requests or tokens."
+                )
+            time.sleep(0.05)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last `lines` lines that the process printed."""
+        text = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def run(self, workload: Workload, repeat: int) -> ToolRun:
+        """One pass over the workload's token ids.
+
+        The tool reports success even where every request failed, so its counts are read.
+        """
+        if self._process is None or self._process.stdin is None:
+            raise EngineError("vllm bench serve is not running.", "Use it inside its 'with' block.")
+        self._passes += 1
+        prompts, result, cost = (
+            self._folder / f"{self._passes}-{name}" for name in ("prompts.jsonl", "result.json", "cost.json")
         )
         lines = [json.dumps({"prompt": list(request.prompt_ids)}) for request in workload.requests]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        command = [sys.executable, "-m", "helpers.course.bench", str(cost), str(workload.concurrency)]
-        command += _bench_arguments(base_url, model, workload, prompts, result)
-        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        with log.open("wb") as output:
-            try:
-                code = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    timeout=BENCH_TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired as error:
-                raise EngineError(
-                    f"vllm bench serve did not end within {BENCH_TIMEOUT_S} s.", "Ask for fewer requests or tokens."
-                ) from error
-        if code != 0 or not result.exists() or not cost.exists():
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-            raise EngineError(f"vllm bench serve ended with exit code {code}:\n{tail}", "Read its output above.")
+        arguments = _bench_arguments(self.base_url, self.model, workload, prompts, result)
+        order = {"cost_path": str(cost), "n_warmups": workload.concurrency, "arguments": arguments}
+        with contextlib.suppress(BrokenPipeError):  # it has died; the wait below says so, with its last lines
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        self._wait_for(cost)
+        if not result.exists():
+            raise EngineError(f"vllm bench serve wrote no result:\n{self.log_tail()}", "Read its output above.")
         return _their_run(json.loads(result.read_text()), json.loads(cost.read_text()), len(workload.requests), repeat)
 
 
@@ -237,15 +291,16 @@ def compare_clients(
             f"{repeats} paired repeats say nothing of spread.", f"Ask for at least {MIN_REPEATS} repeats."
         )
     runs: list[ToolRun] = []
-    for repeat in range(repeats):
-        passes: list[Callable[[], ToolRun]] = [
-            lambda: run_ours(engine, workload, repeat),  # noqa: B023 - called within this iteration
-            lambda: run_theirs(engine.base_url, engine.model, workload, repeat),  # noqa: B023
-        ]
-        for measure in passes if repeat % 2 == 0 else reversed(passes):
-            runs.append(measure())
-            if tell is not None:
-                tell(f"repeat {repeat + 1}/{repeats}: {runs[-1].tool}, TTFT {runs[-1].ttft * 1e3:.1f} ms")
+    with VllmBench(engine.base_url, engine.model) as theirs_process:
+        for repeat in range(repeats):
+            passes: list[Callable[[], ToolRun]] = [
+                lambda: run_ours(engine, workload, repeat),  # noqa: B023 - called within this iteration
+                lambda: theirs_process.run(workload, repeat),  # noqa: B023
+            ]
+            for measure in passes if repeat % 2 == 0 else reversed(passes):
+                runs.append(measure())
+                if tell is not None:
+                    tell(f"repeat {repeat + 1}/{repeats}: {runs[-1].tool}, TTFT {runs[-1].ttft * 1e3:.1f} ms")
     ours = sorted((run for run in runs if run.tool == OURS), key=lambda run: run.repeat)
     theirs = sorted((run for run in runs if run.tool == THEIRS), key=lambda run: run.repeat)
     fields = {**{metric: metric for metric in METRICS}, "cpu": "cpu_per_1000_tokens"}
@@ -382,24 +437,28 @@ class CostMeter:
         return metered
 
 
-def _vllm_bench(cost_path: Path, n_warmups: int, arguments: list[str]) -> None:
-    """Run vLLM's own benchmark in this process with a meter around its request function."""
+def _serve_passes(ready: Path, orders: Iterable[str]) -> None:
+    """Import vLLM's benchmark, say so, and run it once for each order: where to write what, and its command line."""
     answer_for_the_cpu_wheel()
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    meter = CostMeter(n_warmups)
-    serve.ASYNC_REQUEST_FUNCS["vllm"] = meter.wrap(serve.ASYNC_REQUEST_FUNCS["vllm"])
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
-    with contextlib.suppress(SystemExit):
-        serve.main(parser.parse_args(arguments))
-    cost_path.write_text(json.dumps({"cpu_seconds": meter.seconds}), encoding="utf-8")
+    send = serve.ASYNC_REQUEST_FUNCS["vllm"]
+    ready.touch()
+    for order in map(json.loads, orders):
+        meter = CostMeter(order["n_warmups"])
+        serve.ASYNC_REQUEST_FUNCS["vllm"] = meter.wrap(send)
+        with contextlib.suppress(SystemExit):
+            serve.main(parser.parse_args(order["arguments"]))
+        # The cost file is the sign that the pass is over: it appears whole.
+        cost, half = Path(order["cost_path"]), Path(order["cost_path"] + ".half")
+        half.write_text(json.dumps({"cpu_seconds": meter.seconds}), encoding="utf-8")
+        half.replace(cost)
 
 
 if __name__ == "__main__":
-    cli = argparse.ArgumentParser(description="Run vllm bench serve and write what it cost.")
-    cli.add_argument("cost_path", type=Path)
-    cli.add_argument("n_warmups", type=int)
-    ours_first, their_arguments = cli.parse_known_args()
-    _vllm_bench(ours_first.cost_path, ours_first.n_warmups, their_arguments)
+    cli = argparse.ArgumentParser(description="Run vllm bench serve for each line of standard input, and what it cost.")
+    cli.add_argument("ready", type=Path, help="created when the first line can be sent")
+    _serve_passes(cli.parse_args().ready, sys.stdin)

@@ -23,12 +23,12 @@ from helpers.course.bench import (
     ClientBench,
     CostMeter,
     ToolRun,
+    VllmBench,
     _their_run,
     bench_table,
     bench_workload,
     compare_clients,
     run_ours,
-    run_theirs,
 )
 from helpers.engines import vllm_cli, vllm_server
 from helpers.engines.fake_server import FakeServer, StreamScript
@@ -186,6 +186,16 @@ def test_a_benchmark_with_failed_requests_is_refused() -> None:
         _their_run({"completed": 0, "failed": 2}, {"cpu_seconds": 1.0}, 2, 0)
 
 
+def test_a_benchmark_that_dies_at_once_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = VllmBench("http://127.0.0.1:1", "m")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="exit code 1"), other:
+        pass
+    assert not other._folder.exists()
+    with pytest.raises(EngineError, match="not running"):
+        other.run(SIX, 0)
+
+
 def test_the_cost_meter_skips_the_warm_up() -> None:
     async def spin() -> None:
         end = time.process_time() + 0.05
@@ -211,7 +221,9 @@ def test_clients_alternate_and_their_ratios_are_paired(monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(bench, "run_ours", lambda engine, work, repeat: run(OURS, repeat))
-    monkeypatch.setattr(bench, "run_theirs", lambda url, model, work, repeat: run(THEIRS, repeat))
+    monkeypatch.setattr(VllmBench, "__enter__", lambda self: self)
+    monkeypatch.setattr(VllmBench, "__exit__", lambda self, *error: None)
+    monkeypatch.setattr(VllmBench, "run", lambda self, work, repeat: run(THEIRS, repeat))
     with FakeServer() as server, OpenAIEngine(server.url, "fake") as engine:
         record = compare_clients(engine, SIX)
         with pytest.raises(MeasurementRefused, match="2 paired repeats"):
@@ -235,8 +247,16 @@ def test_clients_alternate_and_their_ratios_are_paired(monkeypatch: pytest.Monke
 def test_both_clients_see_the_same_scripted_stream() -> None:
     assert {len(request.prompt_ids) for request in SIX.requests} == {32}
     script = StreamScript(ttft=0.2, gap=0.03, n_tokens=16)
-    with FakeServer(script) as server, OpenAIEngine(server.url, "fake") as engine:
-        ours, theirs = run_ours(engine, SIX, 0), run_theirs(server.url, "fake", SIX, 0)
+    with (
+        FakeServer(script) as server,
+        OpenAIEngine(server.url, "fake") as engine,
+        VllmBench(server.url, "fake") as other,
+    ):
+        theirs, ours, again = other.run(SIX, 0), run_ours(engine, SIX, 0), other.run(SIX, 1)
+        server.load(script.model_copy(update={"http_status": 503}))
+        with pytest.raises(MeasurementRefused, match="completed 0 of 6"):
+            other.run(SIX, 2)
+    assert again.completed == 6 and again.tpot == pytest.approx(theirs.tpot, rel=0.1)
     assert ours.completed == theirs.completed == 6 and ours.tokens == theirs.tokens == 96
     for metric in ("ttft", "tpot", "e2e"):
         assert getattr(ours, metric) == pytest.approx(getattr(theirs, metric), rel=0.1)
