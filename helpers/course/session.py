@@ -215,6 +215,8 @@ def write_json(path: Path, value: Any) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # A temporary file is private; results are to be read by others.
+        temporary.chmod(0o644)
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:
