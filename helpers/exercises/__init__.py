@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -15,6 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from helpers.errors import UnknownNameError, suggest
 
 State = Literal["pass", "fail", "not attempted"]
+TIME_LIMIT_S = 20.0
+"""Seconds that all calls of one check may take together."""
 
 
 class Mismatch(Exception):
@@ -22,6 +29,12 @@ class Mismatch(Exception):
 
     def __init__(self, prop: str, given: object, expected: object, got: object) -> None:
         super().__init__(f"{prop}\n  input:    {given}\n  expected: {expected}\n  got:      {got}")
+
+
+class _OverTime(BaseException):
+    """The time limit has passed. No Exception, so that an ``except Exception`` in an answer does not swallow it."""
+
+    given = ""
 
 
 class ExerciseResult(BaseModel):
@@ -75,8 +88,9 @@ def _load(notebook: str) -> None:
 def check(exercise_id: str, answer: Any) -> ExerciseResult:
     """Check a student's answer.
 
-    A function whose body is still ``...`` or raises NotImplementedError, and an answer of None or ``...``, is *not attempted*.
-    Any other exception in the answer is a failure, with its message.
+    A function that raises NotImplementedError or gives None or ``...`` for the first input (where None is wrong), and an
+    answer that is None or ``...`` itself, is *not attempted*. Any other exception in the answer is a failure, with its
+    message, and so is running for more than `TIME_LIMIT_S` seconds (kept in the main thread only, see `_time_limit`).
 
     Raises
     ------
@@ -93,7 +107,11 @@ def check(exercise_id: str, answer: Any) -> ExerciseResult:
     if answer is None or answer is ...:
         return result("not attempted", "Fill in the cell above, then run this one again.")
     try:
-        checker(answer)
+        with _time_limit(TIME_LIMIT_S):
+            checker(answer)
+    except _OverTime as error:
+        where = f"\n  input:    {error.given}" if error.given else ""
+        return result("fail", f"Your code ran for more than {TIME_LIMIT_S:g} s.{where}")
     except NotImplementedError:
         return result("not attempted", "Fill in the cell above, then run this one again.")
     except Mismatch as error:
@@ -103,29 +121,86 @@ def check(exercise_id: str, answer: Any) -> ExerciseResult:
     return result("pass")
 
 
-def attempted(value: Any) -> Any:
-    """Pass a student's return value on; ``None`` or ``...`` means that the body is still empty."""
-    if value is None or value is ...:
-        raise NotImplementedError
-    return value
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `_OverTime` in the body after `seconds`, and each second after that, should the body swallow it.
+
+    Python runs signal handlers in the main thread only, and Windows has no alarm: elsewhere there is no limit. A timer that
+    was already running is put back with what is left of it; one that ended meanwhile fires at once.
+    """
+    previous = signal.getsignal(signal.SIGALRM) if hasattr(signal, "SIGALRM") else None
+    if previous is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise _OverTime
+
+    started = time.monotonic()
+    signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - started)), interval)
+
+
+class Answer:
+    """A student's function, called so that an error in it shows the input, and an empty body is told from a wrong None.
+
+    Each check makes one. Its first call must be on an input for which None is wrong.
+    """
+
+    def __init__(self, function: Any) -> None:
+        if not callable(function):
+            raise Mismatch("the answer is a function", "the answer itself", "a function", repr(function))
+        self._function = function
+        self._first = True
+
+    def __call__(self, prop: str, given: object, expected: object, *arguments: Any) -> Any:
+        """The function's value for `arguments`; the other three describe the call where it fails.
+
+        Raises
+        ------
+        NotImplementedError : the function raised it, or gave None or ``...`` at the first call.
+        Mismatch : the function raised anything else.
+        """
+        shown, first, self._first = str(given), self._first, False
+        try:
+            value = self._function(*arguments)
+        except NotImplementedError:
+            raise
+        except _OverTime as error:
+            error.given = shown
+            raise
+        except Exception as error:
+            raise Mismatch(prop, shown, expected, f"{type(error).__name__}: {error}") from error
+        if first and (value is None or value is ...):
+            raise NotImplementedError
+        return value
 
 
 def expect_equal(prop: str, given: object, got: Any, expected: Any) -> None:
     """Demand equality."""
-    if attempted(got) != expected:
-        raise Mismatch(prop, given, expected, got)
+    try:
+        holds = bool(got == expected)
+    except (TypeError, ValueError, RuntimeError):
+        holds = False
+    expect(prop, given, holds, repr(expected), repr(got))
 
 
 def expect_close(
     prop: str, given: object, got: Any, expected: float, *, rel: float = 1e-6, absolute: float = 1e-9
 ) -> None:
-    """Demand closeness of two numbers."""
+    """Demand closeness of two numbers; a text is no number."""
     try:
-        value = float(attempted(got))
-    except (TypeError, ValueError):
-        raise Mismatch(prop, given, expected, got) from None
-    if not math.isclose(value, expected, rel_tol=rel, abs_tol=absolute):
-        raise Mismatch(prop, given, expected, got)
+        value = math.nan if isinstance(got, str) else float(got)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    expect(prop, given, math.isclose(value, expected, rel_tol=rel, abs_tol=absolute), repr(expected), repr(got))
 
 
 def expect(prop: str, given: object, holds: bool, expected: object, got: object) -> None:

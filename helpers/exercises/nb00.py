@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
-from helpers.exercises import Mismatch, attempted, exercise, expect, expect_close
+from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close
 
 Chunks = list[tuple[float, int]]
 
@@ -32,26 +35,20 @@ def _metrics(sent: float, chunks: Chunks) -> tuple[float, float | None, list[flo
 @exercise("00.1", "TTFT, TPOT and ITL from chunk times")
 def check_metrics(answer: Callable[[float, Chunks], dict[str, Any]]) -> None:
     """TTFT, TPOT and ITL of streams with empty chunks and chunks of several tokens."""
+    call, keyed = Answer(answer), "the answer is a dict with the keys ttft, tpot and itl"
     for what, sent, chunks in _STREAMS:
         given = f"{what}: sent={sent}, chunks={chunks}"
-        got = attempted(answer(sent, list(chunks)))
-        if not isinstance(got, dict) or set(got) != {"ttft", "tpot", "itl"}:
-            raise Mismatch("the answer is a dict with the keys ttft, tpot and itl", given, "those keys", got)
+        got = call(keyed, given, "a dict", sent, list(chunks))
+        expect(keyed, given, isinstance(got, Mapping) and {"ttft", "tpot", "itl"} <= set(got), "those keys", repr(got))
         ttft, tpot, itl = _metrics(sent, chunks)
         expect_close("TTFT runs from sending to the first chunk that holds a token", given, got["ttft"], ttft)
         if tpot is None:
-            expect(
-                "TPOT is None where no token came after the first chunk", given, got["tpot"] is None, None, got["tpot"]
-            )
+            absent = "TPOT is None where no token came after the first chunk"
+            expect(absent, given, got["tpot"] is None, None, repr(got["tpot"]))
         else:
             expect_close("TPOT counts only the tokens after the first chunk", given, got["tpot"], tpot)
-        expect(
-            "ITL has one value for each token after the first chunk",
-            given,
-            len(got["itl"]) == len(itl),
-            itl,
-            got["itl"],
-        )
+        sized = hasattr(got["itl"], "__len__") and len(got["itl"]) == len(itl)
+        expect("ITL has one value for each token after the first chunk", given, sized, itl, repr(got["itl"]))
         for mine, theirs in zip(got["itl"], itl, strict=True):
             expect_close("a gap is shared by the tokens it brought", given, mine, theirs)
 
@@ -61,34 +58,59 @@ def _request(scheduled: float, sent: float, first: float | None, last: float | N
     return {"scheduled": scheduled, "sent": sent, "first": first, "last": last, "n": n, "ok": ok}
 
 
-_RUNS: tuple[tuple[str, list[dict], float], ...] = (
-    ("two requests that meet both limits", [_request(0, 0, 0.5, 1.5, 11), _request(1, 1, 2.0, 3.0, 11)], 1.0),
-    ("a request that waited inside the client", [_request(0, 0, 0.5, 1.5, 11), _request(0, 5, 5.5, 6.5, 11)], 0.5),
-    ("a slow decode", [_request(0, 0, 0.5, 1.5, 11), _request(0, 0, 0.5, 8.5, 11)], 0.5),
-    ("a failed request", [_request(0, 0, 0.5, 1.5, 11), _request(0, 0, None, None, 0, ok=False)], 0.5),
-    ("a request that broke half way", [_request(0, 0, 0.5, 1.5, 11), _request(0, 0, 0.5, 0.75, 3, ok=False)], 0.5),
-    ("a request of one token, which has no TPOT", [_request(0, 0, 0.5, 0.5, 1), _request(0, 0, 4.0, 4.0, 1)], 0.5),
-    ("limits that are met exactly", [_request(0, 0, 1.0, 3.0, 11)], 0.5),
+_GOOD = _request(0, 0, 0.5, 1.5, 11)
+_LIMITS = (1.0, 0.2, 2.0)
+"""Limits of TTFT and TPOT and the makespan, all in seconds."""
+_RUNS: tuple[tuple[str, list[dict], tuple[float, float, float], float], ...] = (
+    ("requests that meet both limits count, over the makespan", [_GOOD, _request(1, 1, 1.75, 2.75, 11)], _LIMITS, 1.0),
+    (
+        "TTFT runs from the schedule: a request that waited inside the client is late",
+        [_GOOD, _request(0, 5, 5.5, 6.5, 11)],
+        _LIMITS,
+        0.5,
+    ),
+    ("a request with a slow TTFT does not count", [_GOOD, _request(0, 0, 1.5, 2.5, 11)], _LIMITS, 0.5),
+    ("a request with a slow TPOT does not count", [_GOOD, _request(0, 0, 0.5, 8.5, 11)], _LIMITS, 0.5),
+    ("TPOT is shared by the n - 1 tokens after the first", [_GOOD, _request(0, 0, 0.5, 1.0, 3)], _LIMITS, 0.5),
+    ("a failed request does not count", [_GOOD, _request(0, 0, None, None, 0, ok=False)], _LIMITS, 0.5),
+    (
+        "a failed request that broke half way does not count",
+        [_GOOD, _request(0, 0, 0.5, 0.75, 3, ok=False)],
+        _LIMITS,
+        0.5,
+    ),
+    (
+        "a one-token request has no TPOT to miss, but a TTFT",
+        [_request(0, 0, 0.5, 0.5, 1), _request(0, 0, 4.0, 4.0, 1)],
+        _LIMITS,
+        0.5,
+    ),
+    ("boundary: a TTFT of exactly the limit is in time", [_request(0, 0, 1.0, 2.0, 11)], _LIMITS, 0.5),
+    ("boundary: a TPOT of exactly the limit is in time", [_request(0, 0, 0.5, 2.5, 11)], _LIMITS, 0.5),
+    (
+        "limits and makespan are those given",
+        [_request(0, 0, 2.5, 11.5, 11), _request(0, 0, 3.5, 4.0, 11)],
+        (3.0, 1.0, 4.0),
+        0.25,
+    ),
 )
 
 
 @exercise("00.2", "goodput under an SLO")
 def check_goodput(answer: Callable[..., float]) -> None:
-    """Requests a second that met a TTFT of 1 s from the schedule and a TPOT of 0.2 s."""
-    for what, requests, expected in _RUNS:
-        got = attempted(answer([dict(r) for r in requests], slo_ttft=1.0, slo_tpot=0.2, makespan=2.0))
-        expect_close(
-            f"{what}: goodput counts requests that meet both limits from the schedule, over the makespan",
-            f"{requests}, slo_ttft=1.0, slo_tpot=0.2, makespan=2.0",
-            got,
-            expected,
-        )
+    """Requests a second that met a TTFT from the schedule and a TPOT."""
+    call = Answer(answer)
+    for prop, requests, limits, expected in _RUNS:
+        slo_ttft, slo_tpot, makespan = limits
+        given = f"{requests}, slo_ttft={slo_ttft}, slo_tpot={slo_tpot}, makespan={makespan}"
+        expect_close(prop, given, call(prop, given, expected, [dict(r) for r in requests], *limits), expected)
 
 
 # -- 00.3 ---------------------------------------------------------------------------------------------------------------
 @exercise("00.3", "find the bug: a TPOT that is too large")
 def check_tpot(answer: Callable[[Chunks], float | None]) -> None:
     """TPOT must not move when chunks without tokens are added before, between or after the others."""
+    call = Answer(answer)
     for what, _, chunks in _STREAMS:
         _, expected, _ = _metrics(0.0, chunks)
         start, end = chunks[0][0], chunks[-1][0]
@@ -98,16 +120,18 @@ def check_tpot(answer: Callable[[Chunks], float | None]) -> None:
             "with an empty closing chunk": [*chunks, (end + 1.0, 0)],
         }
         for variant, stream in variants.items():
-            try:
-                got = answer(stream)
-            except ZeroDivisionError:
-                raise Mismatch(
-                    "no division by zero where nothing follows the first chunk", stream, None, "error"
-                ) from None
+            given = f"{what}, {variant}: {stream}"
             if expected is None:
-                expect("None where no token follows the first chunk", stream, got is None, None, got)
+                prop = "TPOT is None where no token follows the first chunk that holds tokens"
+            elif all(k > 0 for _, k in stream):
+                prop = "TPOT is shared by the tokens after the first chunk, and only by those"
             else:
-                expect_close(f"{what}, {variant}: a chunk without tokens moves nothing", stream, got, expected)
+                prop = "a chunk without tokens moves nothing"
+            got = call(prop, given, expected, list(stream))
+            if expected is None:
+                expect(prop, given, got is None, None, repr(got))
+            else:
+                expect_close(prop, given, got, expected)
 
 
 # -- 00.4 ---------------------------------------------------------------------------------------------------------------
@@ -125,28 +149,34 @@ _MACHINES: tuple[dict[str, float], ...] = (
         "ridge": 10,
     },
     {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 100, "ridge": 0.5},
+    {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 0, "ridge": 1000},
+    {"n_weights": 1e9, "weight_bytes": 2, "kv_bytes": 40_000, "attention_flops": 80_000, "context": 100, "ridge": 480},
 )
 
 
-def _intensity(batch: int, m: dict[str, float]) -> float:
-    flops = batch * (2 * m["n_weights"] + m["attention_flops"] * m["context"])
-    return flops / (m["n_weights"] * m["weight_bytes"] + batch * m["context"] * m["kv_bytes"])
-
-
 def _smallest_batch(m: dict[str, float]) -> int | None:
-    return next((batch for batch in range(1, 20_001) if _intensity(batch, m) >= m["ridge"] * (1 - 1e-12)), None)
+    """The inequality intensity >= ridge solved for the batch, without rounding."""
+    x = {key: Fraction(value) for key, value in m.items()}
+    gain = 2 * x["n_weights"] + x["context"] * (x["attention_flops"] - x["ridge"] * x["kv_bytes"])
+    return max(1, math.ceil(x["ridge"] * x["n_weights"] * x["weight_bytes"] / gain)) if gain > 0 else None
 
 
 @exercise("00.4", "the batch that reaches the ridge")
 def check_smallest_batch(answer: Callable[..., int | None]) -> None:
     """The smallest batch whose decode step reaches the ridge, or None where the cache's traffic forbids it."""
+    call = Answer(answer)
     for machine in _MACHINES:
-        got, expected = answer(**machine), _smallest_batch(machine)
+        expected = _smallest_batch(machine)
         if expected is None:
-            reason = "KV traffic grows with the batch too: here no batch reaches the ridge, and the answer is None"
-            expect(reason, machine, got is None, None, got)
+            prop = "KV traffic grows with the batch too: here no batch reaches the ridge, and the answer is None"
         else:
-            expect("the smallest batch with intensity >= ridge", machine, attempted(got) == expected, expected, got)
+            prop = "the smallest batch with intensity >= ridge"
+        got = call(prop, machine, expected, *machine.values())
+        if expected is None:
+            expect(prop, machine, got is None, None, repr(got))
+        else:
+            expect(prop, machine, isinstance(got, Real) and got == expected, expected, repr(got))
+            expect("a batch is an int", machine, isinstance(got, Integral), expected, repr(got))
 
 
 # -- 00.5 ---------------------------------------------------------------------------------------------------------------
@@ -160,16 +190,34 @@ def one_by_one_seconds(lengths: Sequence[int], step: float = 0.4) -> float:
     return step * sum(lengths)
 
 
+def _lengths(values: Any) -> list[int]:
+    """Output lengths as ints, from a list, a tuple or an array.
+
+    Raises
+    ------
+    TypeError : not a sequence of numbers.
+    Mismatch : a length is not whole.
+    """
+    lengths = []
+    for value in values:
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, Real):
+            raise TypeError(f"{number!r} is no number")
+        if not float(number).is_integer():
+            raise Mismatch("each length is a whole number of tokens", "rank_swap()", "whole numbers", repr(values))
+        lengths.append(int(float(number)))
+    return lengths
+
+
 @exercise("00.5", "two engines swap ranks")
 def check_rank_swap(answer: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> None:
     """Two workloads of as many requests and tokens, on which another engine wins by at least 1.2."""
-    value = attempted(answer())
+    prop, wanted = "the answer is a pair of lists of output lengths", "([...], [...])"
+    value = Answer(answer)(prop, "rank_swap()", wanted)
     try:
-        first, second = ([int(n) for n in lengths] for lengths in value)
+        first, second = (_lengths(lengths) for lengths in value)
     except (TypeError, ValueError):
-        raise Mismatch(
-            "the answer is a pair of lists of output lengths", "rank_swap()", "([...], [...])", value
-        ) from None
+        raise Mismatch(prop, "rank_swap()", wanted, repr(value)) from None
     given = (first, second)
     expect("each output has at least one token", given, min(first + second, default=0) >= 1, ">= 1", given)
     expect("both workloads have as many requests", given, len(first) == len(second), len(first), len(second))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import exercises
 from helpers.exercises import check, known
 from helpers.paths import SOURCES
 from helpers.trace import Chunk, StreamTrace
@@ -299,13 +304,28 @@ def chunk_gaps(sent: float, chunks: Chunks) -> dict[str, Any]:
     return right
 
 
-def goodput_with(ttft: Callable[[dict], float], *, failed: bool = False) -> Callable[..., float]:
+def goodput_with(
+    ttft: Callable[[dict], float] = lambda r: r["first"] - r["scheduled"],
+    *,
+    failed: bool = False,
+    gaps: Callable[[int], int] = lambda n: n - 1,
+    strict: str = "",
+    one_token: bool = True,
+    slow: str = "",
+) -> Callable[..., float]:
     def answer(requests: list[dict], slo_ttft: float, slo_tpot: float, makespan: float) -> float:
         good = 0
         for r in requests:
-            if r["first"] is None or not (r["ok"] or failed) or ttft(r) > slo_ttft:
+            if r["first"] is None or not (r["ok"] or failed):
                 continue
-            good += r["n"] <= 1 or (r["last"] - r["first"]) / (r["n"] - 1) <= slo_tpot
+            late = ttft(r) >= slo_ttft if strict == "ttft" else ttft(r) > slo_ttft
+            if late and slow != "ttft":
+                continue
+            if r["n"] <= 1:
+                good += one_token
+                continue
+            tpot = (r["last"] - r["first"]) / gaps(r["n"])
+            good += slow == "tpot" or (tpot < slo_tpot if strict == "tpot" else tpot <= slo_tpot)
         return good / makespan
 
     return answer
@@ -327,13 +347,45 @@ def no_way_out(
     )
 
 
+def capped_search(n_weights, weight_bytes, kv_bytes, attention_flops, context, ridge, cap=200):
+    for batch in range(1, cap + 1):
+        flops = batch * (2 * n_weights + attention_flops * context)
+        if flops >= ridge * (n_weights * weight_bytes + batch * context * kv_bytes):
+            return batch
+    return None
+
+
+def float_batch(n_weights, weight_bytes, kv_bytes, attention_flops, context, ridge):
+    gain = 2 * n_weights + attention_flops * context - ridge * context * kv_bytes
+    return None if gain <= 0 else max(1.0, float(np.ceil(ridge * n_weights * weight_bytes / gain)))
+
+
+def n_minus_one_tpot(chunks: Chunks) -> float | None:
+    held = [(t, k) for t, k in chunks if k]
+    n = sum(k for _, k in held)
+    return (held[-1][0] - held[0][0]) / (n - 1) if len(held) > 1 else None
+
+
+def divides_by_zero(chunks: Chunks) -> float:
+    held = [(t, k) for t, k in chunks if k]
+    return (held[-1][0] - held[0][0]) / sum(k for _, k in held[1:])
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("00.1", with_empty_chunks, "first chunk that holds a token"),
     ("00.1", n_minus_one, "only the tokens after the first chunk"),
     ("00.1", chunk_gaps, "one value for each token"),
     ("00.1", lambda sent, chunks: (0.1, 0.2, []), "a dict with the keys"),
     ("00.2", goodput_with(lambda r: r["first"] - r["sent"]), "waited inside the client"),
-    ("00.2", goodput_with(lambda r: r["first"] - r["scheduled"], failed=True), "broke half way"),
+    ("00.2", goodput_with(failed=True), "broke half way"),
+    ("00.2", goodput_with(gaps=lambda n: n), "n - 1 tokens"),
+    ("00.2", goodput_with(strict="ttft"), "a TTFT of exactly the limit"),
+    ("00.2", goodput_with(strict="tpot"), "a TPOT of exactly the limit"),
+    ("00.2", goodput_with(one_token=False), "a one-token request"),
+    ("00.2", goodput_with(slow="tpot"), "a slow TPOT"),
+    ("00.2", goodput_with(lambda r: r["sent"] - r["scheduled"]), "a slow TTFT"),
+    ("00.2", lambda r, *_: goodput_with()(r, 1.0, 0.2, 2.0), "those given"),
+    ("00.2", lambda r, a, b, c: sum(x["first"] + x["n"] > 0 for x in r), "requests that meet both limits"),
     ("00.2", lambda requests, slo_ttft, slo_tpot, makespan: len(requests) / makespan, "waited inside the client"),
     ("00.3", "tpot_with_a_bug", "without tokens moves nothing"),
     (
@@ -341,15 +393,26 @@ WRONG: list[tuple[str, Any, str]] = [
         lambda chunks: (chunks[-1][0] - chunks[0][0]) / (sum(k for _, k in chunks) - 1),
         "without tokens moves nothing",
     ),
-    ("00.3", lambda chunks: 0.25 if len(chunks) > 2 else None, "without tokens moves nothing"),
+    ("00.3", lambda chunks: 0.25 if len(chunks) > 2 else None, "the tokens after the first chunk"),
+    ("00.3", n_minus_one_tpot, "several tokens in the first chunk, as it came"),
+    ("00.3", n_minus_one_tpot, "shared by the tokens after the first chunk"),
+    ("00.3", divides_by_zero, "TPOT is None where no token follows"),
+    ("00.3", lambda chunks: n_minus_one_tpot(chunks) if len(chunks) > 2 else None, "None"),
     ("00.4", raw_intensity, "smallest batch"),
     ("00.4", no_way_out, "None"),
-    ("00.4", lambda **machine: 1, "smallest batch"),
+    ("00.4", lambda *machine: 1, "smallest batch"),
+    ("00.4", capped_search, "smallest batch"),
+    ("00.4", float_batch, "a batch is an int"),
+    ("00.4", lambda *machine: None if machine[4] else float_batch(*machine), "a batch is an int"),
     ("00.5", lambda: ([10] * 4, [10] * 4), "one by one wins the second"),
     ("00.5", lambda: ([10] * 4, [40]), "as many requests"),
     ("00.5", lambda: ([10] * 4, [50, 1, 1, 1]), "as many tokens"),
     ("00.5", lambda: ([10] * 4, [40, 0, 0, 0]), "at least one token"),
     ("00.5", lambda: 3, "pair of lists"),
+    ("00.5", lambda: ([10] * 4, [37.9, 1, 1, 1.9]), "a whole number of tokens"),
+    ("00.5", lambda: ([10] * 4, ["37", "1", "1", "1"]), "pair of lists"),
+    ("00.5", lambda: ([10] * 4, [math.inf, 1, 1, 1]), "a whole number of tokens"),
+    ("00.5", 3, "the answer is a function"),
 ]
 
 
@@ -362,3 +425,96 @@ def test_wrong_answer_fails_with_the_property_it_breaks(
     result = check(exercise, getattr(stubs, answer) if isinstance(answer, str) else answer)
     assert result.state == "fail"
     assert message in result.message
+
+
+def answer_or(right: Callable[..., Any], after: int, value: Any = None) -> Callable[..., Any]:
+    """`right` for the first `after` calls, then `value`."""
+    calls = iter(range(10**6))
+    return lambda *given: right(*given) if next(calls) < after else value
+
+
+@pytest.mark.parametrize("value", [None, ...])
+@pytest.mark.parametrize("exercise", ["00.1", "00.2", "00.3", "00.4"])
+def test_nothing_for_some_inputs_is_a_failure_and_for_all_not_attempted(
+    exercise: str, value: Any, solutions: SimpleNamespace
+) -> None:
+    result = check(exercise, answer_or(getattr(solutions, NAMES[exercise]), 1, value))
+    assert result.state == "fail"
+    assert "input: " in result.message and f"got:      {value!r}" in result.message
+    assert check(exercise, lambda *_: value).state == "not attempted"
+
+
+@pytest.mark.parametrize("exercise", NAMES)
+def test_an_error_in_an_answer_shows_its_input(exercise: str) -> None:
+    def broken(*given: Any) -> None:
+        raise KeyError("prefill")
+
+    result = check(exercise, broken)
+    assert result.state == "fail"
+    assert "KeyError: 'prefill'" in result.message
+    assert {"00.1": "sent=1.0", "00.2": "'scheduled'", "00.3": "(1.5, 1)", "00.4": "'ridge': 8", "00.5": "rank_swap()"}[
+        exercise
+    ] in result.message
+
+
+RIGHT: list[tuple[str, Callable[[SimpleNamespace], Any]]] = [
+    ("00.1", lambda s: lambda a, b: {**s.metrics(a, b), "n": len(b)}),
+    ("00.1", lambda s: lambda a, b: {**s.metrics(a, b), "itl": np.array(s.metrics(a, b)["itl"])}),
+    ("00.2", lambda s: lambda rs, ttft, tpot, seconds: s.goodput(rs, ttft, tpot, seconds)),
+    ("00.3", lambda s: lambda stream: s.tpot_fixed(stream)),
+    ("00.4", lambda s: lambda *m: None if (b := s.smallest_batch_at_ridge(*m)) is None else np.int64(b)),
+    ("00.4", lambda s: lambda *m: capped_search(*m, cap=20_000)),
+    ("00.5", lambda s: lambda: (np.array([10] * 4), (37.0, 1, 1, 1))),
+]
+
+
+@pytest.mark.parametrize(("exercise", "make"), RIGHT, ids=[f"{e}-{i}" for i, (e, _) in enumerate(RIGHT)])
+def test_right_answers_of_another_form_pass(
+    exercise: str, make: Callable[[SimpleNamespace], Any], solutions: SimpleNamespace
+) -> None:
+    assert check(exercise, make(solutions)).state == "pass"
+
+
+def endless(*given: Any) -> None:
+    while True:
+        pass
+
+
+def swallowing(*given: Any) -> None:
+    try:
+        endless()
+    except Exception:
+        return
+
+
+@pytest.mark.parametrize("answer", [endless, swallowing])
+def test_an_endless_answer_is_stopped_and_the_outer_timer_goes_on(
+    answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exercises, "TIME_LIMIT_S", 0.2)
+    outer = signal.signal(signal.SIGALRM, handler := lambda *_: None)
+    timer = signal.setitimer(signal.ITIMER_REAL, 300.0)
+    try:
+        result = check("00.3", answer)
+        assert result.state == "fail"
+        assert result.message.startswith("Your code ran for more than 0.2 s.")
+        assert "(1.5, 1)" in result.message
+        assert signal.getsignal(signal.SIGALRM) is handler
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300.0 - 0.2
+    finally:
+        signal.signal(signal.SIGALRM, outer)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def test_in_another_thread_there_is_no_limit(monkeypatch: pytest.MonkeyPatch, solutions: SimpleNamespace) -> None:
+    monkeypatch.setattr(exercises, "TIME_LIMIT_S", 0.05)
+    results = []
+
+    def slow(chunks: Chunks) -> float | None:
+        time.sleep(0.01)
+        return solutions.tpot_fixed(chunks)
+
+    thread = threading.Thread(target=lambda: results.append(check("00.3", slow)))
+    thread.start()
+    thread.join()
+    assert [r.state for r in results] == ["pass"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 
 import jupytext
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -301,6 +303,7 @@ def test_the_out_of_memory_boundary_is_where_the_formula_says():
 
 
 # -- exercises ----------------------------------------------------------------------------------------------------------
+@cache
 def answers(tag: str) -> dict:
     """What the notebook's cells with this tag define, beside its algorithms."""
     cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
@@ -410,6 +413,59 @@ def _fails_when_nothing_fits(options, n_tokens, budget, max_kl):
     return min([o for o in options if o["name"] == name], key=lambda o: o["kl"])["name"]
 
 
+def _tied(key):
+    """The right choice, but among equally fast caches the one with the least `key`."""
+
+    def choose(options, n_tokens, budget, max_kl):
+        good = [o for o in options if _size(o, n_tokens) <= budget and o["kl"] <= max_kl]
+        return min(good, key=lambda o: (o["step_seconds"], key(o)))["name"] if good else "none"
+
+    return choose
+
+
+def _size(option, n_tokens):
+    newest = min(n_tokens, option["residual_tokens"])
+    return newest * option["residual_bytes_per_token"] + (n_tokens - newest) * option["bytes_per_token"]
+
+
+_ties_by_bytes_per_token = _tied(lambda o: o["bytes_per_token"])
+_ties_by_highest_kl = _tied(lambda o: -o["kl"])
+_ties_by_lowest_kl = _tied(lambda o: o["kl"])
+
+
+def _residual_of_32(options, n_tokens, budget, max_kl):
+    fixed = [{**o, "residual_tokens": min(32, o["residual_tokens"])} for o in options]
+    return answers("solution")["choose_cache"](fixed, n_tokens, budget, max_kl)
+
+
+def _residual_of_100_bytes(options, n_tokens, budget, max_kl):
+    fixed = [{**o, "residual_bytes_per_token": 100} for o in options]
+    return answers("solution")["choose_cache"](fixed, n_tokens, budget, max_kl)
+
+
+def _none_not_text(*arguments):
+    name = answers("solution")["choose_cache"](*arguments)
+    return "None" if name == "none" else name
+
+
+def _text(*arguments):
+    return str(answers("solution")["my_kv_bytes"](*arguments))
+
+
+def _changes_its_input(q, k, v, ck, cv):
+    result = answers("solution")["cached_step"](q, k, v, ck, cv)
+    q *= 2
+    return result
+
+
+def _two_results(q, k, v, ck, cv):
+    return answers("solution")["cached_step"](q, k, v, ck, cv)[:2]
+
+
+def _a_word_among_results(q, k, v, ck, cv, theta=1e4):
+    return *answers("solution")["mended_rope_step"](q, k, v, ck, cv, theta)[:2], "values"
+
+
 WRONG = [
     ("01.1", _all_heads, "only KV heads are stored"),
     ("01.1", _hidden_size, "only KV heads are stored"),
@@ -428,6 +484,17 @@ WRONG = [
     ("01.5", _ignores_kl, "KL bound"),
     ("01.5", _ignores_residual, "full precision"),
     ("01.5", _fails_when_nothing_fits, "none"),
+    ("01.1", _text, "got:      '10240'"),
+    ("01.2", _changes_its_input, "the inputs are not changed"),
+    ("01.2", _two_results, "got:      a tuple of 2: (Tensor, Tensor)"),
+    ("01.2", lambda q, *_: q, "got:      one Tensor"),
+    ("01.3", _a_word_among_results, "got:      a tuple of 3: (Tensor, Tensor, str)"),
+    ("01.5", _ties_by_bytes_per_token, "the smaller in all"),
+    ("01.5", _ties_by_highest_kl, "the smaller in all"),
+    ("01.5", _ties_by_lowest_kl, "of equally fast caches the smaller"),
+    ("01.5", _residual_of_32, "its own residual window"),
+    ("01.5", _residual_of_100_bytes, "residual_bytes_per_token"),
+    ("01.5", _none_not_text, "got:      'None'"),
 ]
 
 
@@ -435,6 +502,70 @@ WRONG = [
 def test_typical_wrong_answers_fail_with_the_property_named(number, answer, words):
     result = exercises.check(number, answer)
     assert result.state == "fail" and words in result.message, result.message
+
+
+@pytest.mark.parametrize("number", FUNCTIONS)
+def test_none_for_some_inputs_only_is_a_failure(number):
+    right, calls = answers("solution")[FUNCTIONS[number]], iter(range(10**6))
+    result = exercises.check(number, lambda *given: right(*given) if next(calls) < 2 else None)
+    assert result.state == "fail"
+    assert "input: " in result.message and "None" in result.message
+
+
+@pytest.mark.parametrize("number", FUNCTIONS)
+def test_an_error_in_an_answer_shows_its_input(number):
+    def broken(*_):
+        raise KeyError("window")
+
+    result = exercises.check(number, broken)
+    shown = {
+        "01.1": "n_tokens=10",
+        "01.2": "token 0 of 1",
+        "01.3": "position 0",
+        "01.4": "'budget': 0",
+        "01.5": "budget=",
+    }
+    assert result.state == "fail"
+    assert "KeyError: 'window'" in result.message and shown[number] in result.message
+
+
+def _in_numpy(q, k, v, ck, cv):
+    q, k, v, ck, cv = (x.numpy() for x in (q, k, v, ck, cv))
+    nk, nv = np.concatenate([ck, k[None]]), np.concatenate([cv, v[None]])
+    weights = np.exp(nk @ q / len(q) ** 0.5)
+    return weights / weights.sum() @ nv, nk, nv
+
+
+def _in_lists(*arguments):
+    return [t.tolist() for t in answers("solution")["cached_step"](*arguments)]
+
+
+def _in_lists_of_rows(*arguments):
+    output, k, v = answers("solution")["cached_step"](*arguments)
+    return output, list(k), list(v)
+
+
+def _rope_in_numpy(*arguments):
+    return tuple(t.double().numpy() for t in answers("solution")["mended_rope_step"](*arguments))
+
+
+def _renamed(limit, model, extra, each, length, size):
+    return answers("solution")["largest_batch"](limit, model, extra, each, length, size)
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        ("01.2", _in_numpy),
+        ("01.2", _in_lists),
+        ("01.2", _in_lists_of_rows),
+        ("01.3", _rope_in_numpy),
+        ("01.4", _renamed),
+    ],
+)
+def test_right_answers_of_another_form_pass(number, answer):
+    result = exercises.check(number, answer)
+    assert result.state == "pass", result.message
 
 
 def test_the_buggy_step_is_invisible_from_an_empty_cache_and_visible_after_a_prefill():
