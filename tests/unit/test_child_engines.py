@@ -23,8 +23,6 @@ from helpers.paths import ROOT
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Workload, make_workload, single
 
-pytestmark = pytest.mark.xdist_group("engines")
-
 
 class ScriptedBackend:
     """A backend that needs no model: it answers with one token for each request, or misbehaves as told."""

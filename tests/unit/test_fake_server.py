@@ -65,6 +65,7 @@ def ask(server: FakeServer, request_id: str, **body: Any) -> bytes:
         return bytes(answer.read())
 
 
+@pytest.mark.engine
 def test_late_writes_do_not_move_the_later_ones(server: FakeServer) -> None:
     server.load(StreamScript(ttft=0.02, gap=0.005, n_tokens=60))
     ask(server, "drift")

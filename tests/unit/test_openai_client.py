@@ -248,6 +248,7 @@ def messages(n: int) -> dict[str, list[dict[str, str]]]:
     return {f"r{i}": [{"role": "user", "content": f"question {i}"}] for i in range(n)}
 
 
+@pytest.mark.engine
 def test_role_first_and_three_tokens_a_chunk_on_a_known_schedule(server: FakeServer) -> None:
     server.load(StreamScript(role_at=0.01, ttft=0.06, gap=0.03, n_tokens=30, tokens_per_chunk=3, cached_tokens=2))
     with OpenAIEngine(server.url, "fake", api="chat", messages=messages(2)) as engine:
@@ -266,6 +267,7 @@ def test_role_first_and_three_tokens_a_chunk_on_a_known_schedule(server: FakeSer
     assert record.counters[MISMATCH_COUNTER] == 0
 
 
+@pytest.mark.engine
 def test_reasoning_first_separates_the_two_ttfts(server: FakeServer) -> None:
     server.load(StreamScript(ttft=0.02, gap=0.05, n_tokens=4, reasoning_tokens=2))
     with OpenAIEngine(server.url, "fake", api="chat", messages=messages(1)) as engine:
@@ -316,6 +318,7 @@ def test_usage_modes_and_a_server_whose_counts_disagree(server: FakeServer) -> N
     assert record.counters[PROMPT_MISMATCH_COUNTER] == 0
 
 
+@pytest.mark.engine
 def test_closed_and_open_loops_keep_their_schedules(server: FakeServer) -> None:
     server.load(StreamScript(ttft=0.05, gap=0.01, n_tokens=3))
     with OpenAIEngine(server.url, "fake") as engine:
@@ -329,6 +332,7 @@ def test_closed_and_open_loops_keep_their_schedules(server: FakeServer) -> None:
     assert all(trace.send_lag >= 0 for trace in opened.traces)
 
 
+@pytest.mark.engine
 def test_two_hundred_streams_match_the_servers_own_log(server: FakeServer) -> None:
     # Two seconds of arrivals and 2.4 s of each stream: at the end of the arrivals all 200 are open. The warm-up opens the
     # connections, so that none of what is compared is the cost of a handshake.
@@ -378,6 +382,7 @@ def test_runs_inside_a_live_event_loop_and_without_a_real_stdout(
     assert asyncio.run(cell()) == 2
 
 
+@pytest.mark.engine
 def test_the_clients_ceiling_is_measured() -> None:
     ceiling = self_test(n_streams=4, n_tokens=20)
     assert ceiling.tokens == 80 and ceiling.cpu_seconds > 0
@@ -410,6 +415,7 @@ def test_an_unknown_model_a_long_prompt_and_missing_messages_are_refused(server:
         engine.run(workload(2))
 
 
+@pytest.mark.engine
 def test_a_request_that_takes_too_long_is_a_failed_trace(server: FakeServer) -> None:
     server.load(StreamScript(ttft=0.02, gap=5.0, n_tokens=2))
     with OpenAIEngine(server.url, "fake", timeout_s=0.3) as engine:
