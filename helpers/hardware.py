@@ -180,11 +180,11 @@ def describe() -> Hardware:
 def capabilities(hardware: Hardware) -> dict[str, Capability]:
     """What `hardware` can do. Keys: bf16, fp16, fp8, flash_attention_2, cuda_graphs, vllm, offloaded_cache."""
     sm = max((gpu.compute_capability for gpu in hardware.gpus), default=None)
-    name = f"sm{sm[0]}{sm[1]}" if sm else "no NVIDIA GPU"
+    name = f"this GPU is sm{sm[0]}{sm[1]}" if sm else "this machine has no NVIDIA GPU"
 
     def needs(minimum: tuple[int, int], what: str) -> Capability:
         good = sm is not None and sm >= minimum
-        return Capability(available=good, reason=f"{what} needs sm{minimum[0]}{minimum[1]} or newer; this is {name}")
+        return Capability(available=good, reason=f"{what} needs sm{minimum[0]}{minimum[1]} or newer; {name}")
 
     has_vllm = importlib.util.find_spec("vllm") is not None
     can_vllm = hardware.system == "Linux"
@@ -192,12 +192,12 @@ def capabilities(hardware: Hardware) -> dict[str, Capability]:
         "bf16": Capability(available=True, reason="a CPU emulates or runs bf16; speed is probed, not assumed")
         if sm is None
         else needs((8, 0), "bf16"),
-        "fp16": Capability(available=sm is not None, reason=f"fp16 is slow or missing on a CPU; this is {name}"),
+        "fp16": Capability(available=sm is not None, reason=f"fp16 is slow or missing on a CPU; {name}"),
         "fp8": needs((8, 9), "fp8 matrix multiplication"),
         "flash_attention_2": needs((8, 0), "FlashAttention-2"),
         "cuda_graphs": needs((7, 0), "a CUDA graph"),
         "offloaded_cache": Capability(
-            available=sm is not None, reason=f"an offloaded KV cache moves between GPU and host; this is {name}"
+            available=sm is not None, reason=f"an offloaded KV cache moves between GPU and host; {name}"
         ),
         "vllm": Capability(
             available=has_vllm and can_vllm,

@@ -114,7 +114,7 @@ def bars(
     title: str,
     xlabel: str,
     ylabel: str,
-    fmt: str = "%.3g",
+    fmt: str = "%.4g",
 ) -> Figure:
     """Bars with their values written on them."""
     figure, axes = plt.subplots()
