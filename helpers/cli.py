@@ -242,7 +242,7 @@ def test_steps(paths: list[str]) -> list[tuple[str, list[str]]]:
     ]
     if paths:
         return tests
-    places = ["helpers", "tests", "requirements"]
+    places = ["helpers", "tests", "requirements", "notebooks/source"]
     return [
         ("ruff check", [python, "-m", "ruff", "check", *places]),
         ("ruff format", [python, "-m", "ruff", "format", "--check", *places]),
