@@ -348,6 +348,10 @@ def _create(python: str, steps: Steps) -> None:
         text=True,
         check=True,
     ).stdout.strip()
+    # Packages arrive as source. Without compiled copies the first kernel and the first engine compile thousands of files
+    # each, which takes longer than most cells. Some packages hold templates that are no Python: those do not matter.
+    code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
+    steps.run("compile them", [inside, "-c", code, folder])
     # A path file makes `import helpers` work in every notebook, wherever it is opened from.
     Path(folder, "papers-that-run.pth").write_text(f"{ROOT}\n", encoding="utf-8")
     _verify(inside, steps)
@@ -445,7 +449,6 @@ def ensure(arguments: list[str], replace: Callable[[str, list[str]], object] = o
         else:
             install(require_python())
     inside = str(venv_python())
-    # Packages arrive as source. Every kernel and engine imports thousands of files; without compiled copies on disk
-    # each of them compiles these anew, which takes longer than most cells.
+    # The course's own files change and are compiled when they are used, also where that is switched off elsewhere.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     replace(inside, [inside, "-m", "helpers", *arguments])
