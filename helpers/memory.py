@@ -30,17 +30,6 @@ def resident_bytes(pid: int | None = None) -> int:
     return int(psutil.Process(pid).memory_info().rss)
 
 
-def tree_resident_bytes(pid: int) -> int:
-    """Resident bytes of a process and all its children; pages that they share are counted once for each."""
-    total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-    return total
-
-
 class Peak(BaseModel):
     """Resident bytes before, at the highest point of, and after a block of code."""
 
