@@ -38,6 +38,8 @@ class Claim(BaseModel):
     form: Form
     check: str
     """What is checked here, in one sentence."""
+    refuted: bool = False
+    """A known negative result: the check is expected to fail on every machine, and the tests demand that it does."""
 
 
 class ClaimResult(BaseModel):

@@ -73,7 +73,8 @@ def settings_of(profile: str, seed: int, assignments: list[str], timeout_s: floa
     ------
     UnknownNameError : an assignment is malformed, SEED is no integer, or OUT is assigned (``--out`` names the folder).
     """
-    from helpers.course.runner import Settings, parse_assignments
+    from helpers.course.parameters import parse_assignments
+    from helpers.course.runner import Settings
 
     asked = parse_assignments(assignments)
     if "OUT" in asked:

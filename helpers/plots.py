@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from helpers.files import write_text
 from helpers.hardware import Roofline
 from helpers.trace import StreamTrace
 
@@ -55,11 +57,12 @@ def stamp(figure: Figure, text: str) -> None:
 def save(figure: Figure, data: Mapping[str, Any], folder: Path, name: str, stamp_text: str) -> Path:
     """Stamp a figure, write ``name.svg`` and ``name.json`` into `folder`, and return the SVG's path."""
     stamp(figure, stamp_text)
-    folder.mkdir(parents=True, exist_ok=True)
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": "papers-that-run"})
     path = folder / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None, "Creator": "papers-that-run"})
+    write_text(path, picture.getvalue())
     body = {"stamp": stamp_text, **data}
-    (folder / f"{name}.json").write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(folder / f"{name}.json", json.dumps(body, indent=1, sort_keys=True) + "\n")
     return path
 
 

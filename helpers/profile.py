@@ -38,9 +38,13 @@ class Profile(BaseModel):
     quality_window: int
     """Tokens of one perplexity window."""
     notebook_seconds: int
-    """Budget of one notebook."""
+    """Budget of one notebook; see `seconds_for`."""
     notebook_bytes: int
     """Budget of one notebook's peak memory, all its processes together."""
+
+    def seconds_for(self, notebook: str) -> int:
+        """The time budget of a notebook, seconds: twice the usual for those that start several real servers."""
+        return self.notebook_seconds * (2 if notebook[:2] in LONG_NOTEBOOKS else 1)
 
     def resolved_dtype(self, hardware: Hardware | None = None) -> tuple[DtypeName, str]:
         """The dtype and the reason for it."""
@@ -48,6 +52,8 @@ class Profile(BaseModel):
             return self.dtype, f"the profile {self.name} asks for it"
         return pick_dtype(hardware)
 
+
+LONG_NOTEBOOKS = ("03", "10", "13", "14")
 
 PROFILES: dict[str, Profile] = {
     profile.name: profile

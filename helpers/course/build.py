@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from helpers.errors import NotebookError, RecordError, UnknownNameError, suggest
+from helpers.files import write_text
 from helpers.paths import NOTEBOOKS
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -96,7 +96,7 @@ def read_source(entry: Entry) -> NotebookNode:
             raw = jupytext.reads(entry.source.read_text(encoding="utf-8"), fmt="py:percent")
     except UNREADABLE as error:
         raise NotebookError(
-            f"{entry.source} cannot be read as a notebook: {_first_line(str(error))}", "Mend or restore the file."
+            f"{entry.source} cannot be read as a notebook: {_reason(str(error))}", "Mend or restore the file."
         ) from error
     cells = [_clean_cell(cell) for cell in raw.cells if INJECTED not in tags(cell)]
     for cell, identity in zip(cells, cell_ids(cells), strict=True):
@@ -117,7 +117,7 @@ def read_notebook(path: Path) -> NotebookNode:
     except FileNotFoundError as error:
         raise NotebookError(f"{path} does not exist.", "Build it: python -m helpers build") from error
     except UNREADABLE as error:
-        raise NotebookError(f"{path} is not a notebook: {_first_line(str(error))}", "Build it anew.") from error
+        raise NotebookError(f"{path} is not a notebook: {_reason(str(error))}", "Build it anew.") from error
 
 
 def source_hash(entry: Entry) -> str:
@@ -130,6 +130,12 @@ def source_hash(entry: Entry) -> str:
 def tags(cell: Any) -> list[str]:
     """A cell's tags."""
     return list(cell.get("metadata", {}).get("tags", []))
+
+
+def first_line(source: str) -> str:
+    """The first line of a cell that is not blank, at most 60 characters of it."""
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    return lines[0] if lines and len(lines[0]) <= 60 else lines[0][:57] + "..." if lines else ""
 
 
 def cell_ids(cells: list[dict[str, Any]]) -> list[str]:
@@ -156,7 +162,7 @@ def _clean_cell(cell: Any) -> dict[str, Any]:
     return clean
 
 
-def _first_line(text: str) -> str:
+def _reason(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no reason was given"
 
 
@@ -210,14 +216,7 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
     RecordError : the file cannot be written.
     """
     text = nbformat.writes(notebook, version=4)
-    half = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-        os.replace(half, path)
-    except OSError as error:
-        half.unlink(missing_ok=True)
-        raise RecordError(f"{path} cannot be written: {error.strerror or error}.", "Free some space there.") from error
+    write_text(path, text if text.endswith("\n") else text + "\n")
 
 
 def is_current(entry: Entry) -> bool:

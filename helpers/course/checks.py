@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from helpers.course import runner
 from helpers.course.build import Entry, find, read_notebook, read_source, tags
+from helpers.course.parameters import check_parameters
 from helpers.errors import CourseError
 from helpers.paths import NOTEBOOKS, ROOT
 
@@ -102,7 +102,7 @@ def _calls(source: str, function: str) -> bool:
 def parameters_are_read(notebook: NotebookNode) -> CellFindings:
     """The parameters cell declares PROFILE, SEED and OUT, and a later cell reads every parameter."""
     try:
-        runner.check_parameters("it", notebook, [])
+        check_parameters("it", notebook, [])
     except CourseError as error:
         return [(None, error.symptom)]
     return []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from helpers.claims import VERDICTS
 from helpers.errors import RecordError
+from helpers.files import write_text
 
 SCHEMA = 1
 COLOURS = {"reproduced": "green", "direction only": "cyan", "not reproduced": "red", "not run here": "dim"}
@@ -181,13 +180,4 @@ def write(board: Scoreboard, folder: Path) -> None:
         ("scoreboard.json", json.dumps(content, indent=1) + "\n"),
         ("scoreboard.md", scoreboard_markdown(board)),
     ):
-        half = folder / f".{name}.{os.getpid()}.part"
-        try:
-            half.write_text(text, encoding="utf-8")
-            os.replace(half, folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                half.unlink(missing_ok=True)
-            raise RecordError(
-                f"{folder / name} cannot be written: {error.strerror or error}.", "Free some space there."
-            ) from error
+        write_text(folder / name, text)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from helpers import plots
 from helpers.claims import ClaimResult, claim, judge
 from helpers.errors import EnvironmentSetupError, RecordError
 from helpers.exercises import ExerciseResult, check
+from helpers.files import write_text
 from helpers.hardware import Hardware, describe, restart_needed
 from helpers.ledgers import LedgerCard, cards_frame
 from helpers.paths import BUILD
@@ -161,10 +161,7 @@ class Run:
         if isinstance(data, pd.DataFrame):
             data = {"rows": json.loads(data.to_json(orient="records"))}
         text = self.stamp + (f", n={n}" if n is not None else "")
-        try:
-            plots.save(figure, data, self.out / "figures", f"{self.notebook[:2]}_{name}", text)
-        except OSError as error:
-            raise _cannot_write(self.out, error) from error
+        plots.save(figure, data, self.out / "figures", f"{self.notebook[:2]}_{name}", text)
         plots.plt.close(figure)
         return figure
 
@@ -190,7 +187,7 @@ class Run:
 
     def finish(self) -> pd.DataFrame:
         """Write ``results.json`` in one step and return a summary of the run."""
-        write_json(self.out / "results.json", self.results())
+        write_text(self.out / "results.json", json.dumps(self.results(), indent=1, allow_nan=False) + "\n")
         self._finished = True
         states = [result.state for result in self._exercises.values()]
         verdicts = [result.verdict for result in self._claims]
@@ -202,33 +199,6 @@ class Run:
             ("results", "results.json"),
         ]
         return pd.DataFrame(rows, columns=["run", self.notebook])
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader never sees half of it. Raises `RecordError` where the folder is full or read-only."""
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # A temporary file is private; results are to be read by others.
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise _cannot_write(path.parent, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> RecordError:
-    return RecordError(
-        f"Results cannot be written to {folder}: {error.strerror or error}.",
-        "Free some space, or give another folder with OUT (--out).",
-    )
 
 
 def start(notebook: str, profile: str = "auto", seed: int = 0, out: str | None = None, **parameters: Any) -> Run:

@@ -17,19 +17,20 @@ import pytest
 from nbclient import NotebookClient
 from rich.console import Console
 
-from helpers.course import runner
+from helpers.course import parameters, runner
 from helpers.course.build import find, read_source, source_hash, write_notebook
+from helpers.course.records import Outcome
 from helpers.errors import NotebookError, RecordError, UnknownNameError
 from helpers.paths import ROOT
 
 SMOKE = runner.Settings(profile="smoke")
 
 
-def run_one(folder: Path, out: Path, name: str = "01", settings: runner.Settings = SMOKE) -> runner.Outcome:
+def run_one(folder: Path, out: Path, name: str = "01", settings: runner.Settings = SMOKE) -> Outcome:
     return runner.run_one(find([name], folder)[0], settings, out)
 
 
-def outputs_of(outcome: runner.Outcome) -> list:
+def outputs_of(outcome: Outcome) -> list:
     cells = nbformat.read(outcome.notebook, as_version=4).cells
     return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
 
@@ -216,9 +217,9 @@ def test_a_notebook_that_overwrites_its_parameters_is_found_out(folder, add, tmp
 
 
 def test_values_on_the_command_line_are_literals_or_text():
-    assert runner.parse_assignments(["A=3", "B=[1, 2]", "C=plain text"]) == {"A": 3, "B": [1, 2], "C": "plain text"}
+    assert parameters.parse_assignments(["A=3", "B=[1, 2]", "C=plain text"]) == {"A": 3, "B": [1, 2], "C": "plain text"}
     with pytest.raises(UnknownNameError, match="NAME=VALUE"):
-        runner.parse_assignments(["A"])
+        parameters.parse_assignments(["A"])
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ def executed(monkeypatch):
         names.append(entry.name)
         (out / entry.name).mkdir(parents=True, exist_ok=True)
         (out / entry.name / "results.json").write_text("{}")
-        return runner.Outcome(
+        return Outcome(
             name=entry.name,
             status="done",
             profile="smoke",

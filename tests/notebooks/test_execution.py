@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.claims import claim
 from helpers.course import runner
 from helpers.course.build import Entry, discover, source_hash
+from helpers.course.records import Outcome, helpers_hash, read_manifest
 from helpers.exercises import known
 from helpers.profile import PROFILES
 
@@ -21,10 +23,10 @@ TOLERATED_SECONDS = 5
 """A notebook that takes this many times its budget has lost its size, whatever machine it runs on."""
 
 
-def earlier_run(entry: Entry, seed: int = 0) -> runner.Outcome | None:
+def earlier_run(entry: Entry, seed: int = 0) -> Outcome | None:
     """The outcome of a finished smoke run of this very source by these very helpers, with its results; else None."""
-    manifest = runner.read_manifest(runner.RUN)
-    if manifest is None or manifest.helpers_hash != runner.helpers_hash():
+    manifest = read_manifest(runner.RUN)
+    if manifest is None or manifest.helpers_hash != helpers_hash():
         return None
     outcome = manifest.outcomes.get(entry.name)
     if outcome is None or outcome.status != "done" or outcome.source_hash != source_hash(entry):
@@ -34,7 +36,7 @@ def earlier_run(entry: Entry, seed: int = 0) -> runner.Outcome | None:
 
 
 @pytest.fixture(scope="module", params=ENTRIES, ids=lambda entry: entry.name)
-def executed(request, tmp_path_factory) -> tuple[Entry, runner.Outcome, dict]:
+def executed(request, tmp_path_factory) -> tuple[Entry, Outcome, dict]:
     """A notebook, how its run ended, and its results."""
     entry: Entry = request.param
     outcome, folder = earlier_run(entry), runner.RUN
@@ -52,15 +54,15 @@ def test_it_ends_well_and_within_its_memory(executed):
     smoke = PROFILES["smoke"]
     assert outcome.status == "done" and outcome.error is None
     assert outcome.peak_bytes <= smoke.notebook_bytes
-    assert outcome.seconds <= TOLERATED_SECONDS * smoke.notebook_seconds
+    assert outcome.seconds <= TOLERATED_SECONDS * smoke.seconds_for(outcome.name)
 
 
 @pytest.mark.notebook
-def test_every_claim_holds_here(executed):
+def test_every_claim_holds_here_but_those_known_not_to(executed):
     entry, _, results = executed
     assert results["claims"], f"{entry.name} judges no claim"
     failed = {row["id"]: row["ours"] for row in results["claims"] if row["verdict"] == "not reproduced"}
-    assert not failed
+    assert set(failed) == {row["id"] for row in results["claims"] if claim(row["id"]).refuted}, failed
 
 
 @pytest.mark.notebook

@@ -12,6 +12,7 @@ from helpers.paths import ROOT
 
 ROOMS = [
     {"errors", "paths"},
+    {"files"},
     {"bootstrap"},
     {"hardware"},
     {"profile"},
