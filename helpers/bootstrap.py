@@ -264,12 +264,15 @@ def _uv_requirement(lock: Path, folder: Path) -> Path:
     return target
 
 
-def _package_choices(python: str, sources: list[str]) -> list[list[str]]:
-    """Ways to install the lock: uv, which takes seconds, then pip, which takes minutes and needs nothing else."""
-    pinned = ["--no-deps", "--require-hashes", "-r", str(LOCK)]
-    uv = [str(Path(python).with_name("uv")), "pip", "install", "--python", python, "--no-progress", *sources]
-    pip = [python, "-m", "pip", "install", "--progress-bar", "off"]
-    return [[*uv, *pinned], [*pip, *pinned]]
+def package_choices(python: str, sources: list[str], lock: Path = LOCK, uv: Path | None = None) -> list[list[str]]:
+    """Ways to install a lock for the interpreter `python`: uv, which takes seconds, then pip, which takes minutes.
+
+    `uv` is its program, by default the one beside `python`; `sources` are its options from `pip_sources`.
+    """
+    pinned = ["--no-deps", "--require-hashes", "-r", str(lock)]
+    with_uv = [str(uv or Path(python).with_name("uv")), "pip", "install", "--python", python, "--no-progress", *sources]
+    with_pip = [python, "-m", "pip", "install", "--progress-bar", "off"]
+    return [[*with_uv, *pinned], [*with_pip, *pinned]]
 
 
 def check_disk(folder: Path = ROOT, needed: int = NEEDED_BYTES) -> None:
@@ -341,7 +344,7 @@ def _create(python: str, steps: Steps) -> None:
     with contextlib.suppress(EnvironmentSetupError):
         pip = [inside, "-m", "pip", "install", "--no-deps", "--require-hashes", "--progress-bar", "off"]
         steps.run("install uv", [*pip, "-r", str(uv_file)])
-    steps.run("install the pinned packages", *_package_choices(inside, pip_sources(listing)))
+    steps.run("install the pinned packages", *package_choices(inside, pip_sources(listing)))
     folder = subprocess.run(
         [inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,

@@ -7,7 +7,6 @@ with JSON in and JSON out. A missing toolbox is no error of the course: `status`
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
+from helpers.bootstrap import package_choices, pip_sources
 from helpers.errors import EngineError, EnvironmentSetupError, UnknownNameError, suggest
 from helpers.paths import REQUIREMENTS, ROOT, TOOLBOXES
 
@@ -88,25 +88,31 @@ def install(name: str) -> Path:
             return _python(name)
         folder = TOOLBOXES / name
         shutil.rmtree(folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(folder)], name)
-        arguments = ["--no-deps", "--require-hashes", "-r", str(requirements)]
-        if importlib.util.find_spec("uv"):
-            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(_python(name))]
-            _run([*uv, *arguments], name)
-        else:
-            _run([str(_python(name)), "-m", "pip", "install", "--quiet", *arguments], name)
+        _run(name, [sys.executable, "-m", "venv", str(folder)])
+        listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+        uv = Path(sys.executable).with_name("uv")
+        _run(name, *package_choices(str(_python(name)), pip_sources(listing), requirements, uv))
         (folder / "installed").write_text(_fingerprint(name), encoding="utf-8")
     return _python(name)
 
 
-def _run(command: list[str], name: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
+def _run(name: str, *choices: list[str]) -> None:
+    """Run the first of `choices`; where it fails the next, and so on. The last one's last line is the error's reason."""
+    reason = "no message"
+    for command in choices:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            reason = f"{Path(command[0]).name}: {error.strerror}"
+            continue
+        if done.returncode == 0:
+            return
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise EnvironmentSetupError(
-            f"The toolbox {name!r} could not be installed: {lines[-1].strip() if lines else 'no message'}",
-            "Check the network and free disk space (2 GB), then run the command again.",
-        )
+        reason = lines[-1].strip() if lines else "no message"
+    raise EnvironmentSetupError(
+        f"The toolbox {name!r} could not be installed: {reason}",
+        "Check the network and free disk space (2 GB), then run the command again.",
+    )
 
 
 def call(name: str, script: Path, arguments: dict[str, Any], *, timeout_s: float = 600) -> Any:

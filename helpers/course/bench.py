@@ -34,10 +34,10 @@ from rich.table import Table
 
 from helpers.engines.base import EngineInfo
 from helpers.engines.openai_client import OpenAIEngine
+from helpers.engines.processes import child_environment
 from helpers.engines.vllm_cli import answer_for_the_cpu_wheel
 from helpers.engines.vllm_server import VllmServer
 from helpers.errors import EngineError, MeasurementRefused, RecordError
-from helpers.paths import ROOT
 from helpers.stats import PairedRatio, paired_ratio
 from helpers.workload import Request, Workload, make_workload
 
@@ -166,8 +166,7 @@ class VllmBench:
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="client-bench-"))
-        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        env = child_environment(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
         self._news, news_end = os.pipe()
         try:
             with os.fdopen(news_end, "wb"), (self._folder / "log").open("wb") as log:

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +23,11 @@ from typing import Any, Protocol, Self
 
 from helpers import errors
 from helpers.engines.base import EngineInfo, RunRecord
+from helpers.engines.processes import child_environment, end_family, end_with_parent, log_tail
 from helpers.errors import CourseError, EngineError
 from helpers.paths import ROOT
 from helpers.workload import Workload
 
-LOG_TAIL = 40
 DEATH_CAUSES = (
     "Known causes: not enough memory for the weights or the KV pool, a dtype the device lacks, or a port or device that "
     "another process holds."
@@ -43,29 +42,6 @@ class Backend(Protocol):
     def run(self, workload: Workload, warmup: int) -> RunRecord: ...
 
     def close(self) -> None: ...
-
-
-def log_tail(path: Path, lines: int = LOG_TAIL) -> str:
-    """The last `lines` lines of a log, or a note that it is empty."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return "(no log)"
-    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
-
-
-def end_process(process: subprocess.Popen[Any], timeout_s: float = 10.0) -> None:
-    """End a process that leads its own group, and the whole group: first politely, then for certain, and wait for it."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return
 
 
 class ChildEngine:
@@ -124,21 +100,14 @@ class ChildEngine:
         self._log = folder / "engine.log"
         key = secrets.token_bytes(16)
         listener = self._stack.enter_context(Listener(str(folder / "socket"), "AF_UNIX", authkey=key))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "TQDM_DISABLE": "1",
-            **self._env,
-            "ENGINE_KEY": key.hex(),
-        }
+        settings = {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", **self._env, "ENGINE_KEY": key.hex()}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "helpers.engines.child", str(folder / "socket"), self._backend],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=child_environment(**settings),
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -209,8 +178,8 @@ class ChildEngine:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            end_process(self._process)
-            self._process = None
+            process, self._process = self._process, None
+            end_family(process, f"The engine {self._backend.split(':')[1]}")
         self._stack.close()
 
 
@@ -257,6 +226,7 @@ def serve(address: str, backend_name: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     serve(sys.argv[1], sys.argv[2])
     sys.stdout.flush()
     os._exit(0)

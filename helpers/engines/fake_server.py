@@ -24,7 +24,8 @@ from typing import Any, Literal, Self
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from helpers.engines.server_process import HOST, ServerProcess, claim_port, end_with_parent, loop_factory
+from helpers.engines.processes import end_with_parent
+from helpers.engines.server_process import HOST, ServerProcess, claim_port, loop_factory
 from helpers.errors import EngineError
 
 UsageMode = Literal["none", "final", "continuous"]

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import http.client
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
+from helpers.engines.processes import LOG_TAIL_LINES, child_environment, end_family, log_tail
 from helpers.errors import EngineError
-from helpers.paths import ROOT
 
 HOST = "127.0.0.1"
-LOG_TAIL_LINES = 40
-PARENT_VARIABLE = "PAPERS_PARENT_PID"
 
 
 def free_port() -> int:
@@ -63,23 +57,6 @@ def claim_port(port: int | None) -> int:
                 "End the program that holds it, name another port, or leave the port out and a free one is taken.",
             ) from error
     return port
-
-
-def end_with_parent(interval_s: float = 1.0) -> None:
-    """In a child: end the whole process group once the process that started it is gone.
-
-    A killed notebook kernel runs no ``__exit__``; without this its servers would keep their memory for good.
-    """
-    parent = os.environ.get(PARENT_VARIABLE)
-    if not parent or not parent.isdigit() or os.getppid() != int(parent):
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(interval_s)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 class ServerProcess:
@@ -133,9 +110,7 @@ class ServerProcess:
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last `lines` lines that the server and its children printed."""
-        if self._log is None or not self._log.exists():
-            return ""
-        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "" if self._log is None else log_tail(self._log, lines)
 
     # -- life -----------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -157,15 +132,13 @@ class ServerProcess:
     def _start(self) -> None:
         handle, path = tempfile.mkstemp(prefix=f"{self.name.replace(' ', '-')}-", suffix=".log")
         self._log = Path(path)
-        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": search_path, PARENT_VARIABLE: str(os.getpid()), **self.env}
         try:
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=handle,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env=child_environment(**self.env),
                 start_new_session=True,
             )
         finally:
@@ -199,59 +172,10 @@ class ServerProcess:
             return
         raise self._death(f"{self.name} died with exit code {code}.")
 
-    def _stop(self, *, keep_log: bool = False, grace_s: float = 10.0) -> None:
-        """SIGTERM to the group, SIGKILL after `grace_s`, and the same for children that left the group."""
+    def _stop(self, *, keep_log: bool) -> None:
         process, self._process = self._process, None
         if process is not None:
-            family = _family(process.pid)
-            _signal_group(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=grace_s)
-            # Children may outlive their parent by a moment; give them that, then end what is left by pid.
-            alive = still_running(family, timeout_s=0.0 if process.returncode is None else 2.0)
-            _signal_group(process.pid, signal.SIGKILL)
-            for child in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            process.wait(timeout=grace_s)
-            alive = still_running(alive, timeout_s=grace_s)
-            if alive:
-                raise EngineError(
-                    f"{self.name} left processes behind that cannot be ended: {[child.pid for child in alive]}.",
-                    "End them by their process ids before measuring anything else.",
-                )
+            end_family(process, self.name)
         if self._log is not None and not keep_log:
             self._log.unlink(missing_ok=True)
             self._log = None
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """The process and all that descend from it, as far as they still exist."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def still_running(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those of `processes` that run after at most `timeout_s`; a zombie, which only waits to be collected, does not."""
-    deadline = time.monotonic() + timeout_s
-    alive = list(processes)
-    while True:
-        alive = [process for process in alive if _runs(process)]
-        if not alive or time.monotonic() >= deadline:
-            return alive
-        time.sleep(0.02)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)

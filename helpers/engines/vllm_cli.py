@@ -46,7 +46,7 @@ if __name__ in ("__main__", "__mp_main__"):
     answer_for_the_cpu_wheel()
 
 if __name__ == "__main__":
-    from helpers.engines.server_process import end_with_parent
+    from helpers.engines.processes import end_with_parent
 
     end_with_parent()
 

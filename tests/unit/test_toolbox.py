@@ -49,7 +49,7 @@ def test_a_half_made_toolbox_is_not_taken_for_a_whole_one(empty_toolboxes, monke
     (empty_toolboxes / "engines" / "bin").mkdir(parents=True)
     assert not toolbox.status("engines").installed
     steps: list[str] = []
-    monkeypatch.setattr(toolbox, "_run", lambda command, name: steps.append(command[-1]))
+    monkeypatch.setattr(toolbox, "_run", lambda name, *choices: steps.append(choices[0][-1]))
     monkeypatch.setattr(toolbox.shutil, "rmtree", lambda *a, **k: steps.append("thrown away"))
     toolbox.install("engines")
     assert steps[0] == "thrown away" and len(steps) == 3
@@ -61,6 +61,7 @@ def test_a_failing_install_says_the_installers_last_line(empty_toolboxes, tmp_pa
     bad.write_text("no-such-package-of-this-name==9 --hash=sha256:" + "0" * 64 + "\n")
     monkeypatch.setattr(toolbox, "_requirements", lambda name: bad)
     monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(EnvironmentSetupError, match=r"could not be installed: .+"):
         toolbox.install("engines")
     assert not toolbox.status("engines").installed

@@ -33,7 +33,8 @@ from helpers.course.bench import (
 from helpers.engines import vllm_cli, vllm_server
 from helpers.engines.fake_server import FakeServer, StreamScript
 from helpers.engines.openai_client import MISMATCH_COUNTER, PROMPT_MISMATCH_COUNTER, OpenAIEngine, run_in_own_loop
-from helpers.engines.server_process import PARENT_VARIABLE, ServerProcess, claim_port, free_port, still_running
+from helpers.engines.processes import PARENT_VARIABLE, still_running
+from helpers.engines.server_process import ServerProcess, claim_port, free_port
 from helpers.engines.vllm_server import VllmServer
 from helpers.errors import EngineError, MeasurementRefused
 from helpers.paths import ROOT
