@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pooch
 from pydantic import BaseModel, ConfigDict
 
-from helpers.errors import DataError
+from helpers.errors import DataError, UnknownNameError, suggest
 from helpers.paths import DATA
 
 if TYPE_CHECKING:
@@ -120,3 +122,75 @@ def needle(n_characters: int, depth: float, seed: int = 0) -> Needle:
     cut = len(hay) if cut < 0 else cut
     context = f"{hay[:cut]} The number on the garden gate is {answer}. {hay[cut + 1 :]}"
     return Needle(context=context, question="What is the number on the garden gate?", answer=answer, depth=depth)
+
+
+class ServingLengths(BaseModel):
+    """Prompt and output lengths of a real serving trace as a fit: quantiles of prompts, and of outputs given the prompt.
+
+    The output's quantiles are given for equally many requests each, from those with the shortest prompts to those with the
+    longest. Between two quantiles the logarithm of the length is interpolated.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    source: str
+    licence: str
+    n_requests: int
+    """Requests in the trace that was fitted."""
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    requests_per_second: float
+    """Mean rate over the trace."""
+    arrival_gap_cv: float
+    """Coefficient of variation of the gaps between arrivals; 1 is Poisson."""
+    ks_distance: dict[str, float]
+    """Kolmogorov-Smirnov distance of 20,000 draws from the trace itself, for several quantities. Zero is a perfect fit."""
+    prompt_levels: tuple[float, ...]
+    prompt_quantiles: tuple[int, ...]
+    output_levels: tuple[float, ...]
+    output_quantiles: tuple[tuple[int, ...], ...]
+
+    def sample(self, n: int, seed: int = 0) -> list[tuple[int, int]]:
+        """Draw `n` requests: (prompt tokens, output tokens)."""
+        rng = np.random.default_rng(seed)
+        u, w = rng.random(n), rng.random(n)
+        prompts = np.exp(np.interp(u, self.prompt_levels, np.log(self.prompt_quantiles)))
+        group = np.minimum((u * len(self.output_quantiles)).astype(int), len(self.output_quantiles) - 1)
+        logs = np.log(np.asarray(self.output_quantiles, dtype=float))
+        outputs = [float(np.exp(np.interp(w[i], self.output_levels, logs[group[i]]))) for i in range(n)]
+        return [(max(1, round(float(p))), max(1, round(o))) for p, o in zip(prompts, outputs, strict=True)]
+
+
+@cache
+def _serving_lengths() -> dict[str, ServingLengths]:
+    rows = json.loads(data_file("serving_lengths.json").read_text(encoding="utf-8"))
+    return {row["name"]: ServingLengths.model_validate(row) for row in rows}
+
+
+def serving_lengths(name: str) -> ServingLengths:
+    """The fit of one serving trace: ``azure-conversation-2023`` or ``azure-code-2023``."""
+    known = _serving_lengths()
+    if name not in known:
+        raise UnknownNameError(f"There is no serving trace {name!r}.", suggest(name, list(known)))
+    return known[name]
+
+
+def read_azure_trace(path: str | Path) -> list[tuple[int, int]]:
+    """(prompt tokens, output tokens) of every request in a CSV file of the Azure Public Dataset's LLM inference traces.
+
+    Raises
+    ------
+    DataError : the file cannot be read, or has no columns ContextTokens and GeneratedTokens.
+    """
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is not an Azure LLM inference trace: {type(error).__name__}: {error}",
+            "Give a CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure Public Dataset, CC-BY 4.0).",
+        ) from error
+    if not rows:
+        raise DataError(f"{path} has no requests.", "Give the published file whole.")
+    return rows

@@ -187,3 +187,30 @@ def run_limited(code: str, limit_bytes: int, *, timeout_s: float = 120, **argume
     text = child.stderr.strip()
     full = "allocate" in text or "bad_alloc" in text or "MemoryError" in text
     return LimitedRun(outcome="out of memory" if full else "failed", detail=text[-400:] or f"exit {child.returncode}")
+
+
+def committed_bytes(address: int, n_bytes: int) -> int:
+    """Bytes of physical memory behind ``[address, address + n_bytes)`` of this process, in whole pages, as the kernel tells.
+
+    Parameters
+    ----------
+    address : the beginning of a mapping, a multiple of the page size (``tensor.data_ptr()`` of a tensor over an ``mmap``).
+
+    Raises
+    ------
+    EngineError : the kernel does not answer (the address is not mapped, or this is not Linux).
+    """
+    import ctypes
+    import mmap
+
+    if sys.platform != "linux":
+        raise EngineError("Which pages are committed is asked of Linux.", "Run this on Linux, WSL or Colab.")
+    n_pages = -(-n_bytes // mmap.PAGESIZE)
+    present = (ctypes.c_ubyte * n_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), present):
+        raise EngineError(
+            f"The kernel does not know the memory at {address:#x}: {os.strerror(ctypes.get_errno())}.",
+            "Give the beginning of a mapping that still exists.",
+        )
+    return mmap.PAGESIZE * sum(page & 1 for page in present)

@@ -28,6 +28,7 @@ class TransformersEngine(ChildEngine):
     model : catalogue name or local folder.
     dtype, device, attention : as in `helpers.models.load_model`.
     cache : kind of KV cache, see `helpers.kv_adapter`; ``none`` recomputes every token's keys and values at every step.
+    max_num_seqs : the largest static batch, in sequences, whatever the workload's concurrency; None sets no limit.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TransformersEngine(ChildEngine):
         device: str = "cpu",
         attention: str = "sdpa",
         cache: CacheKind | Literal["none"] = "dynamic",
+        max_num_seqs: int | None = None,
         threads: int | None = None,
         start_timeout_s: float = 180.0,
     ) -> None:
@@ -50,6 +52,7 @@ class TransformersEngine(ChildEngine):
             "device": device,
             "attention": attention,
             "cache": cache,
+            "max_num_seqs": max_num_seqs,
         }
         env = {
             "OMP_NUM_THREADS": str(threads or usable_cores()),
@@ -77,6 +80,7 @@ class TransformersBackend:
         device: str,
         attention: str,
         cache: CacheKind | Literal["none"],
+        max_num_seqs: int | None = None,
     ) -> None:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
@@ -84,6 +88,7 @@ class TransformersBackend:
         self._baseline = resident_bytes()
         self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
         self._cache_kind = cache
+        self._max_num_seqs = max_num_seqs
         self._device = device
         self.info = EngineInfo(
             engine="transformers",
@@ -92,7 +97,12 @@ class TransformersBackend:
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
-            settings={"attention": attention, "cache": cache, "threads": torch.get_num_threads()},
+            settings={
+                "attention": attention,
+                "cache": cache,
+                "max_num_seqs": max_num_seqs,
+                "threads": torch.get_num_threads(),
+            },
         )
 
     def run(self, workload: Workload, warmup: int) -> RunRecord:
@@ -125,15 +135,16 @@ class TransformersBackend:
             waiting.sort(key=lambda request: request.arrival)
         traces: dict[str, StreamTrace] = {}
         kv_peak = 0
+        largest = min(workload.concurrency, self._max_num_seqs or workload.concurrency)
         started = freed = time.monotonic()
         while waiting:
             if workload.kind == "open":
                 time.sleep(max(0.0, started + waiting[0].arrival - time.monotonic()))
                 elapsed = time.monotonic() - started
-                batch = [request for request in waiting if request.arrival <= elapsed][: workload.concurrency]
+                batch = [request for request in waiting if request.arrival <= elapsed][:largest]
                 due = [started + request.arrival for request in batch]
             else:
-                batch = waiting[: workload.concurrency]
+                batch = waiting[:largest]
                 due = [freed] * len(batch)
             waiting = waiting[len(batch) :]
             done, held = self._generate(batch, due)

