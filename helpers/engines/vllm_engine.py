@@ -12,31 +12,13 @@ from typing import Any
 
 from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
 from helpers.engines.child import ChildEngine
+from helpers.engines.vllm_settings import CPU_BLOCK_SIZES, vllm_environment
 from helpers.errors import EngineError
-from helpers.hardware import describe, package_version, usable_cores
+from helpers.hardware import describe, package_version
 from helpers.memory import measure_peak, resident_bytes
 from helpers.models import checkpoint_bytes, kv_bytes, load_config, locate
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
-
-CPU_BLOCK_SIZES = (32, 64, 96, 128, 256)
-
-
-def cpu_environment(kv_gib: int = 1, threads: int | None = None) -> dict[str, str]:
-    """Environment variables with which vLLM runs well on a few CPU cores and never asks a network."""
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads or usable_cores()),
-        "OMP_WAIT_POLICY": "passive",
-        "KMP_BLOCKTIME": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 class VllmEngine(ChildEngine):
@@ -96,12 +78,8 @@ class VllmEngine(ChildEngine):
             "enable_prefix_caching": enable_prefix_caching,
             "options": options or {},
         }
-        # The engine is eager; without the last setting its sampler would still compile a kernel at the first logprobs (8 s).
-        env = (
-            {**cpu_environment(kv_gib, threads), "TORCHDYNAMO_DISABLE": "1"}
-            if hardware.device == "cpu"
-            else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        )
+        env = vllm_environment(hardware.device, kv_gib=kv_gib, threads=threads)
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
         super().__init__("helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s)
 
 

@@ -14,27 +14,9 @@ from helpers.engines.base import EngineInfo
 from helpers.engines.openai_client import OpenAIEngine
 from helpers.engines.server_process import HOST, ServerProcess, claim_port
 from helpers.engines.vllm_cli import vllm_version
+from helpers.engines.vllm_settings import vllm_environment
 from helpers.errors import EngineError
 from helpers.hardware import describe, pick_dtype, usable_cores
-
-QUIET_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "TQDM_DISABLE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-CPU_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin while they wait take the cores from the threads they wait for.
-    "OMP_WAIT_POLICY": "passive",
-    # The scheduler's process also runs the model. Were that a process of its own, the scheduler would await each step by
-    # spinning on a core, and whatever a client does would take time from the model.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-"""``VLLM_CPU_KVCACHE_SPACE`` is the KV pool in whole GiB; ``nobind`` leaves thread placement to the system."""
 
 KNOWN_CAUSES = (
     ("address already in use", "The port is in use: leave the port out and a free one is taken."),
@@ -75,7 +57,8 @@ class VllmServer:
     max_num_batched_tokens : most tokens in a step: the size of a prefill chunk.
     num_gpu_blocks_override : the KV pool in blocks instead of what memory allows.
     extra_args : further command-line arguments of ``vllm serve``.
-    env : further environment variables; they win over the ones set here.
+    env : further environment variables; they win over the ones set here. On a CPU the model gets all cores but one, which the
+        server's and the client's Python need, unless ``OMP_NUM_THREADS`` says otherwise.
     startup_timeout_s : seconds until it must answer.
     """
 
@@ -170,11 +153,8 @@ class VllmServer:
         return [str(self.model_path), *pairs, *flags, *self.extra_args]
 
     def _environment(self) -> dict[str, str]:
-        env = dict(QUIET_ENV)
-        if describe().device == "cpu":
-            env |= CPU_ENV
-            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(omp_threads()))
-        return env | self.env
+        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, usable_cores() - 1)))
+        return vllm_environment(describe().device, threads=threads) | self.env
 
     # -- use ----------------------------------------------------------------------------------------------------------
     @property
@@ -214,8 +194,3 @@ class VllmServer:
         """A client for this server; `options` go to `OpenAIEngine` (``api``, ``messages``, ``extra_body`` ...)."""
         self.process.check_alive()
         return OpenAIEngine(self.url, self.served_model_name, info=self.info, **options)
-
-
-def omp_threads() -> int:
-    """Threads of the model's process: the cores less one, which the server's and the client's Python need."""
-    return max(1, usable_cores() - 1)
