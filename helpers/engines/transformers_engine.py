@@ -66,6 +66,10 @@ class TransformersEngine(ChildEngine):
             start_timeout_s=start_timeout_s,
         )
 
+    def use_cache(self, kind: CacheKind | Literal["none"]) -> None:
+        """Take another kind of KV cache from now on, as if the engine had been started with ``cache=kind``."""
+        self.info = EngineInfo.model_validate(self.call("use_cache", kind=kind))
+
 
 class TransformersBackend:
     """Runs in the child; see `TransformersEngine`."""
@@ -128,6 +132,12 @@ class TransformersBackend:
             ),
             warmup_requests=warmup,
         )
+
+    def use_cache(self, kind: CacheKind | Literal["none"]) -> dict[str, Any]:
+        """Change the kind of KV cache; returns the engine's new description."""
+        self._cache_kind = kind
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "cache": kind}})
+        return self.info.model_dump(mode="json")
 
     def _drive(self, workload: Workload) -> tuple[list[StreamTrace], float, int]:
         waiting = list(workload.requests)

@@ -902,13 +902,13 @@ from helpers.engines.transformers_engine import TransformersEngine
 from helpers.workload import Request, Workload
 
 N_PROMPT, N_OUT = contexts[0], run.profile.max_tokens // 5
-starts = [37 * i for i in range(3)]
+starts = [37 * i for i in range(6)]
 requests = tuple(
     Request(request_id=f"prose-{i}", prompt_ids=tuple(text[i : i + N_PROMPT].tolist()), max_tokens=N_OUT)
     for i in starts
 )
 workload = Workload(
-    name="three pieces of prose",
+    name="six pieces of prose",
     requests=requests,
     seed=SEED,
     cache="any",
@@ -932,17 +932,18 @@ kv_in_flight = models.kv_bytes(model.config, N_PROMPT + N_OUT - 1, 1, run.dtype)
 
 
 def engine_card(name, cache_kind, formula):
-    engine = TransformersEngine(
-        run.profile.model, dtype=run.dtype, device=device, cache=cache_kind, max_model_len=run.profile.max_model_len
-    )
-    with engine as e:
-        record = e.run(workload, warmup=1)
+    engine.use_cache(cache_kind)
+    record = engine.run(workload, warmup=1)
     outputs = [trace.output_ids for trace in record.traces]
     judged = quality.greedy_agreement(ours, outputs, f"held against the decoder from scratch, {N_OUT} tokens each")
     return run.card(make_card(name, record, [judged], kv_formula=formula, seed=SEED))
 
 
-without, with_cache = engine_card("use_cache=False", "none", 0), engine_card("dynamic cache", "dynamic", kv_in_flight)
+with TransformersEngine(
+    run.profile.model, dtype=run.dtype, device=device, max_model_len=run.profile.max_model_len
+) as engine:
+    without = engine_card("use_cache=False", "none", 0)
+    with_cache = engine_card("dynamic cache", "dynamic", kv_in_flight)
 run.cards()
 
 # %%

@@ -168,12 +168,15 @@ def records(bundled_model):
     )
     with TransformersEngine(BUNDLED, max_model_len=256) as engine:
         ours = engine.run(workload)
+        engine.use_cache("none")
+        assert engine.info.settings["cache"] == "none"
+        uncached = engine.run(workload, warmup=0)
     with VllmEngine(
         BUNDLED, max_model_len=256, dtype="float32", block_size=32, num_kv_blocks=64, enable_prefix_caching=True
     ) as engine:
         theirs, hits = engine.run(workload), engine.run(shared)
         cold_again = engine.run(workload, warmup=0)
-    return ours, theirs, hits, cold_again
+    return ours, theirs, hits, cold_again, uncached
 
 
 @pytest.mark.engine
@@ -191,6 +194,14 @@ def test_both_engines_give_every_token_a_time_and_the_same_greedy_tokens(records
 
 
 @pytest.mark.engine
+def test_a_running_engine_takes_another_cache_and_says_so(records):
+    ours, *_, uncached = records
+    assert [ours.engine.settings["cache"], uncached.engine.settings["cache"]] == ["dynamic", "none"]
+    assert uncached.memory.kv_reserved == 0 < ours.memory.kv_reserved
+    assert [trace.output_ids for trace in uncached.traces] == [trace.output_ids for trace in ours.traces]
+
+
+@pytest.mark.engine
 def test_memory_is_told_by_formula_and_by_the_system(records):
     ours, theirs, *_ = records
     for record in (ours, theirs):
@@ -203,7 +214,7 @@ def test_memory_is_told_by_formula_and_by_the_system(records):
 
 @pytest.mark.engine
 def test_a_cold_workload_finds_no_cache_even_when_sent_twice_and_a_shared_prefix_is_found(records):
-    _, theirs, hits, cold_again = records
+    _, theirs, hits, cold_again, _ = records
     assert theirs.cached_fraction == 0.0 and cold_again.cached_fraction == 0.0
     assert hits.traces[0].cached_tokens == 0
     assert all(trace.cached_tokens == 96 for trace in hits.traces[1:])
