@@ -172,10 +172,10 @@ class ServerProcess:
             return
         raise self._death(f"{self.name} died with exit code {code}.")
 
-    def _stop(self, *, keep_log: bool) -> None:
+    def _stop(self, *, keep_log: bool = False, grace_s: float = 10.0) -> None:
         process, self._process = self._process, None
         if process is not None:
-            end_family(process, self.name)
+            end_family(process, self.name, grace_s)
         if self._log is not None and not keep_log:
             self._log.unlink(missing_ok=True)
             self._log = None
