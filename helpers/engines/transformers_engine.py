@@ -67,8 +67,41 @@ class TransformersEngine(ChildEngine):
         )
 
 
+def run_loaded(
+    model: Any, workload: Workload, *, name: str, max_model_len: int, max_num_seqs: int | None = None, warmup: int = 1
+) -> RunRecord:
+    """Run `workload` on a model that this process has loaded already: the same batches and clocks, no second copy of it.
+
+    The memory reported is this process's, and its baseline all that the process held beside the weights before the run. The
+    threads are this process's too.
+
+    Parameters
+    ----------
+    model : a Transformers causal language model, as `helpers.models.load_model` returns it.
+    name : its catalogue name, for the record.
+    max_model_len, max_num_seqs, warmup : as in `TransformersEngine` and its ``run``.
+
+    Raises
+    ------
+    EngineError : a request or a batch does not fit.
+    """
+    workload.check_fits(max_model_len)
+    backend = TransformersBackend(
+        model=name,
+        name=name,
+        max_model_len=max_model_len,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        attention=model.config._attn_implementation,
+        cache="dynamic",
+        max_num_seqs=max_num_seqs,
+        loaded=model,
+    )
+    return backend.run(workload, warmup)
+
+
 class TransformersBackend:
-    """Runs in the child; see `TransformersEngine`."""
+    """Runs in the child, or over a `loaded` model in this process; see `TransformersEngine` and `run_loaded`."""
 
     def __init__(
         self,
@@ -81,12 +114,17 @@ class TransformersBackend:
         attention: str,
         cache: CacheKind | Literal["none"],
         max_num_seqs: int | None = None,
+        loaded: Any = None,
     ) -> None:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
         self._torch = torch
         self._baseline = resident_bytes()
-        self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
+        if loaded is not None:
+            self._model = loaded
+            self._baseline -= weight_bytes(loaded) if device == "cpu" else 0
+        else:
+            self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
         self._cache_kind = cache
         self._max_num_seqs = max_num_seqs
         self._device = device

@@ -468,14 +468,14 @@ def check_pools(nb: SimpleNamespace) -> None:
     for name in ("maximum", "power of two", "oracle", "paged"):
         pool = nb.PagedPool(256, 4) if name == "paged" else nb.ContiguousPool(256, name, 64)
         result = nb.replay(lengths, pool)
-        parts = [result[key] for key in ("tokens", "reserved for later", "internal", "free")]
+        parts = [result[key] for key in ("tokens", "reserved for later", "never used", "free")]
         assert min(parts) >= 0 and abs(sum(parts) - 256) < 1e-9, result
         seen[name] = result
-    assert seen["maximum"]["requests"] == 4 and seen["oracle"]["internal"] == 0
+    assert seen["maximum"]["requests"] == 4 and seen["oracle"]["never used"] == 0
     assert (
         seen["maximum"]["tokens"] < seen["power of two"]["tokens"] < seen["oracle"]["tokens"] < seen["paged"]["tokens"]
     )
-    assert seen["paged"]["reserved for later"] + seen["paged"]["internal"] <= 3 * seen["paged"]["requests"]
+    assert seen["paged"]["reserved for later"] + seen["paged"]["never used"] <= 3 * seen["paged"]["requests"]
 
 
 def test_the_replay(nb):
