@@ -19,6 +19,10 @@ from helpers.profile import PROFILES
 ENTRIES = discover()
 TOLERATED_SECONDS = 5
 """A notebook that takes this many times its budget has lost its size, whatever machine it runs on."""
+NOT_REPRODUCED = {
+    "vllm-blog-waste-under-4",  # short chats waste more, whatever the machine: the claim names no workload
+}
+"""Claims that a smoke run must find untrue. A negative result that turns positive is looked at, as any other change."""
 
 
 def earlier_run(entry: Entry, seed: int = 0) -> runner.Outcome | None:
@@ -56,11 +60,11 @@ def test_it_ends_well_and_within_its_memory(executed):
 
 
 @pytest.mark.notebook
-def test_every_claim_holds_here(executed):
+def test_every_claim_holds_here_unless_it_is_known_not_to(executed):
     entry, _, results = executed
     assert results["claims"], f"{entry.name} judges no claim"
     failed = {row["id"]: row["ours"] for row in results["claims"] if row["verdict"] == "not reproduced"}
-    assert not failed
+    assert set(failed) == NOT_REPRODUCED & {row["id"] for row in results["claims"]}, failed
 
 
 @pytest.mark.notebook
