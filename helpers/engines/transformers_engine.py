@@ -172,9 +172,10 @@ class TransformersBackend:
         if workload.kind == "open":
             waiting.sort(key=lambda request: request.arrival)
         traces: dict[str, StreamTrace] = {}
+        ends: list[float] = []
         kv_peak = 0
         largest = min(workload.concurrency, self._max_num_seqs or workload.concurrency)
-        started = freed = time.monotonic()
+        started = time.monotonic()
         while waiting:
             if workload.kind == "open":
                 time.sleep(max(0.0, started + waiting[0].arrival - time.monotonic()))
@@ -183,11 +184,16 @@ class TransformersBackend:
                 due = [started + request.arrival for request in batch]
             else:
                 batch = waiting[:largest]
-                due = [freed] * len(batch)
+                # A closed loop sends its first requests at once and every other one when an earlier one ends.
+                order = range(len(ends), len(ends) + len(batch))
+                due = [started if k < workload.concurrency else ends[k - workload.concurrency] for k in order]
             waiting = waiting[len(batch) :]
             done, held = self._generate(batch, due)
             kv_peak = max(kv_peak, held)
-            freed = time.monotonic()
+            ends += [time.monotonic()] * len(batch)
+            if workload.kind == "closed":
+                for trace in done:
+                    trace.sent = trace.scheduled  # what it then waits for is a place in a batch: the engine's share
             traces.update({trace.request_id: trace for trace in done})
         return [traces[request.request_id] for request in workload.requests], started, kv_peak
 

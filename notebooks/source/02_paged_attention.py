@@ -269,7 +269,7 @@ assert len(one) == 3 and not set(one) & set(other)
 show(BlockManager.cached_prefix, BlockManager.commit)
 
 # %% [markdown]
-# Three details matter, and each has been a bug in some engine. The *last* token of a prompt is never taken from the
+# Three details matter, and each is easily got wrong. The *last* token of a prompt is never taken from the
 # cache: a step that computes nothing has no logits to sample from. A block gets its name only when its keys and values
 # have been **written** (`commit`). And a block that is taken for new tokens loses its old name (`_take` above), or a
 # later request would find a stranger's keys under it.
@@ -871,6 +871,7 @@ def forced_paged(sample):
     return torch.stack(rows)
 
 
+# %%
 alone, among = forced_logits(samples[0][:6]), forced_paged(samples[0][:6])
 disturbance = (alone - among).abs().max().item()
 assert disturbance < (1e-3 if dtype == "float32" else 0.5), disturbance
@@ -929,6 +930,11 @@ def make_room(paged, seq_id, token, running, waiting):
             waiting.insert(0, victim)
 
 
+# %% [markdown]
+# Around it, the loop. What a preempted request has answered so far is part of the prompt with which it comes back.
+
+
+# %% tags=["algorithm"]
 def serve(paged, requests):
     """Greedy outputs of requests ``(seq_id, prompt_ids, n_output)``, the size of each step's batch, and preemptions."""
     from helpers.paged_kv import Feed
@@ -1236,6 +1242,11 @@ def one_layer(n_tokens, block_size):
     return contiguous, paged
 
 
+# %% [markdown]
+# Each pair of times is taken in turn, and the interval is over the pairs.
+
+
+# %%
 def overhead(n_tokens, block_size):
     contiguous, paged = one_layer(n_tokens, block_size)
     clock = dict(repeats=3, inner=5)
@@ -1309,6 +1320,7 @@ run.claim(
 long_enough = sweep[(sweep["block size"] > 1) & (sweep["mean tokens"] > sweep["block size"])]
 off = (long_enough["measured"] / long_enough["rule"] - 1).abs().max()
 run.claim("paged-half-block-rule", bool(off <= 0.10), f"largest deviation {off:.1%} over {len(long_enough)} cases")
+run.claims().tail(5)
 
 # %% tags=["claim"]
 alpaca, sharegpt = by_samples.values()
@@ -1337,6 +1349,7 @@ run.claim(
     else "",
     reason="" if linux else "needs Linux's mmap",
 )
+run.claims().tail(4)
 
 # %% tags=["claim"]
 why = "" if seen else vllm_capability.reason
@@ -1345,7 +1358,10 @@ run.claim(
     (preemptions["edge, one fewer"], same_after_preemption.value) == (0, 1) and preemptions["edge"] > 0
     if seen
     else None,
-    f"{preemptions['edge']} preemptions with {fits + 1} requests, none with {fits}; outputs identical" if seen else "",
+    f"preemptions: {preemptions['edge']} with {fits + 1} requests, {preemptions['edge, one fewer']} with {fits}; "
+    f"outputs identical: {same_after_preemption.value:.0%}"
+    if seen
+    else "",
     reason=why,
 )
 speed = (
@@ -1357,7 +1373,7 @@ run.claim(
     f"{speed:.1f}x Transformers generate in batches of {BUDGET // max_len}" if seen else "",
     reason=why,
 )
-run.claims()
+run.claims().tail(2)
 
 # %% [markdown]
 # And your predictions:

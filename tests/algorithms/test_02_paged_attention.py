@@ -674,8 +674,10 @@ def test_generate_on_a_loaded_model_is_the_model_itself_and_its_weights_are_not_
     settings = dict(name="tiny", max_model_len=16, max_num_seqs=2)
     record = transformers_engine.run_loaded(model, load, **settings)
     assert [trace.output_ids for trace in record.traces] == [greedy(model, p, 4) for p in prompts]
-    batches = [trace.sent for trace in record.traces]
-    assert batches[0] == batches[1] < batches[2], "two at once, then the third"
+    first = [trace.first for trace in record.traces]
+    assert first[0] == first[1] < first[2], "two at once, then the third"
+    assert {trace.sent for trace in record.traces} == {record.started}, "all three are sent at once and wait in line"
+    assert record.traces[2].ttft > record.traces[0].e2e, "its wait counts"
     assert record.memory.weights == models.weight_bytes(model)
     assert record.memory.peak - record.memory.baseline >= record.memory.weights
     with pytest.raises(EngineError, match="the engine's context holds 7"):
