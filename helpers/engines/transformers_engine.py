@@ -14,7 +14,7 @@ from helpers.engines.child import ChildEngine
 from helpers.errors import EngineError
 from helpers.hardware import memory_limit_bytes, package_version, usable_cores
 from helpers.kv_adapter import CacheKind, cache_bytes, new_cache
-from helpers.memory import measure_peak, resident_bytes
+from helpers.memory import measure_peak, release_free_memory, resident_bytes
 from helpers.models import kv_bytes, load_model, locate, weight_bytes
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
@@ -119,6 +119,7 @@ class TransformersBackend:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
         self._torch = torch
+        release_free_memory()
         self._baseline = resident_bytes()
         if loaded is not None:
             self._model = loaded

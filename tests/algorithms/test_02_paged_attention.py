@@ -224,7 +224,7 @@ def test_the_block_manager_survives_ten_thousand_random_operations():
     counts: list[int] = []
     run_state_machine_as_test(
         machine_for(paged_kv, counts),
-        settings=settings(max_examples=270, stateful_step_count=50, deadline=None, database=None),
+        settings=settings(max_examples=245, stateful_step_count=50, deadline=None, database=None),
     )
     assert sum(counts) >= 10_000, sum(counts)
 
@@ -666,7 +666,8 @@ def test_a_broken_algorithm_is_caught(load_algorithms, name):
 
 
 # -- what the notebook measures and draws with ------------------------------------------------------------------------------
-def test_generate_on_a_loaded_model_is_the_model_itself_and_its_weights_are_not_counted_twice():
+def test_generate_on_a_loaded_model_is_the_model_itself_and_its_weights_are_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(transformers_engine, "resident_bytes", lambda: 10**9)
     model = tiny(CONFIGS["GQA"])
     prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5]]
     requests = tuple(Request(request_id=f"r{i}", prompt_ids=tuple(p), max_tokens=4) for i, p in enumerate(prompts))
@@ -679,7 +680,7 @@ def test_generate_on_a_loaded_model_is_the_model_itself_and_its_weights_are_not_
     assert {trace.sent for trace in record.traces} == {record.started}, "all three are sent at once and wait in line"
     assert record.traces[2].ttft > record.traces[0].e2e, "its wait counts"
     assert record.memory.weights == models.weight_bytes(model)
-    assert record.memory.peak - record.memory.baseline >= record.memory.weights
+    assert record.memory.baseline == 10**9 - record.memory.weights
     with pytest.raises(EngineError, match="the engine's context holds 7"):
         transformers_engine.run_loaded(model, load, **{**settings, "max_model_len": 7})
 
