@@ -818,7 +818,7 @@ def beam_search(paged, prompt_ids, width, n_tokens):
 # same.
 
 # %%
-N_SHARED, N_NEW, WIDTH = 4 * block_size - 4, 10, 4  # the answers begin just before the end of a block
+N_SHARED, N_NEW, WIDTH = 3 * block_size - 4, 8, 4  # the answers begin just before the end of a block
 shared_prompt = text[:N_SHARED].tolist()
 paged = paged_model(32 * block_size)
 samples, sample_blocks = parallel_sampling(paged, shared_prompt, WIDTH, N_NEW, torch.Generator().manual_seed(SEED))
@@ -881,7 +881,7 @@ def forced_paged(sample):
 
 
 # %%
-alone, among = forced_logits(samples[0][:6]), forced_paged(samples[0][:6])
+alone, among = forced_logits(samples[0][:5]), forced_paged(samples[0][:5])
 disturbance = (alone - among).abs().max().item()
 assert disturbance < (1e-3 if dtype == "float32" else 0.5), disturbance
 Markdown(f"Largest difference of any logit, alone against among forks: **{disturbance:.1e}**.")
@@ -984,7 +984,7 @@ from helpers.workload import Request, Workload
 
 SHRINK = 16384 // max_len
 n_load = run.profile.n_requests // 3
-longest = run.profile.max_tokens // 2
+longest = 3 * run.profile.max_tokens // 8
 load = [
     (max(8, p // (2 * SHRINK)), max(4, min(longest, 2 * o // SHRINK))) for p, o in conversation.sample(n_load, SEED + 1)
 ]
@@ -1030,7 +1030,7 @@ print(f"outputs identical: {reserved_outputs == paged_outputs}; batch {batch_gai
 # When the pool is made too small on purpose, requests are preempted. The answers must not know it.
 
 # %%
-squeezed = [(name, text[61 * i : 61 * i + block_size - 3].tolist(), 8) for i, name in enumerate("abc")]
+squeezed = [(name, text[61 * i : 61 * i + block_size - 3].tolist(), 5) for i, name in enumerate("abc")]
 tight, roomy = paged_model(5 * block_size), paged_model(BUDGET)
 (roomy_outputs, _, none), (tight_outputs, _, preempted) = serve(roomy, squeezed), serve(tight, squeezed)
 assert preempted > 0 and none == 0 and (tight_outputs == roomy_outputs or dtype != "float32")
@@ -1072,8 +1072,8 @@ print(f"{len(hf_record.completed)} of {n_load} requests in {hf_record.makespan:.
 from helpers.engines.vllm_engine import VllmEngine
 
 N_POOL = BUDGET // block_size
-# Prompts just below two blocks, answers that end in the third: every request needs three blocks in the end.
-grown = (2 * block_size - 2, 8)
+# Prompts just below one block, answers that end in the second: every request needs two blocks in the end.
+grown = (block_size - 2, 5)
 blocks_each = -(-(sum(grown) - 1) // block_size)
 fits = N_POOL // blocks_each
 edge = workload("edge", [(text[53 * i : 53 * i + grown[0]].tolist(), grown[1]) for i in range(fits + 1)], fits + 1)
