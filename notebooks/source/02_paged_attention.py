@@ -818,7 +818,7 @@ def beam_search(paged, prompt_ids, width, n_tokens):
 # same.
 
 # %%
-N_SHARED, N_NEW, WIDTH = 3 * block_size - 4, 8, 4  # the answers begin just before the end of a block
+N_SHARED, N_NEW, WIDTH = 4 * block_size - 4, 10, 4  # the answers begin just before the end of a block
 shared_prompt = text[:N_SHARED].tolist()
 paged = paged_model(32 * block_size)
 samples, sample_blocks = parallel_sampling(paged, shared_prompt, WIDTH, N_NEW, torch.Generator().manual_seed(SEED))
