@@ -627,7 +627,7 @@ figure = plots.points_and_rule(
     limit=4,
     limit_label="the blog's 4 %",
 )
-run.figure(figure, "waste_by_block_size", sweep, n=N_REQUESTS)
+run.figure(figure, "waste_by_block_size", sweep)
 
 # %%
 at_16 = sweep[sweep["block size"] == 16].set_index("workload")[["mean tokens", "measured", "rule"]].round(2)
@@ -984,7 +984,7 @@ from helpers.workload import Request, Workload
 
 SHRINK = 16384 // max_len
 n_load = run.profile.n_requests // 3
-longest = 3 * run.profile.max_tokens // 8
+longest = run.profile.max_tokens // 3
 load = [
     (max(8, p // (2 * SHRINK)), max(4, min(longest, 2 * o // SHRINK))) for p, o in conversation.sample(n_load, SEED + 1)
 ]

@@ -48,13 +48,19 @@ def nb(load_algorithms):
     return load_algorithms(NAME)
 
 
+_tiny: dict[str, torch.nn.Module] = {}
+
+
 def tiny(config):
-    """A random model whose every weight and bias is far from zero, so that no term can be left out unseen."""
+    """A random model whose every weight and bias is far from zero, so that no term can be left out unseen. Made once."""
+    key = config.to_json_string()
+    if key not in _tiny:
+        torch.manual_seed(1)
+        _tiny[key] = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in _tiny[key].parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.15)
-    return model
+    return _tiny[key]
 
 
 def twin_of(*mutations: tuple[str, str]) -> ModuleType:
