@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,76 @@ def lines(
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if hue:
         axes.legend(title=None)
+    return figure
+
+
+def points_and_rule(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    measured: str,
+    rule: str,
+    hue: str,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    limit: float | None = None,
+    limit_label: str = "",
+) -> Figure:
+    """Measured values as dots and what a rule says of them as a line, in one colour for each value of `hue`.
+
+    Both axes are logarithmic with plain numbers; x in powers of two. Each line bears its name at its right end, and `limit`
+    draws a ceiling with a name of its own.
+    """
+    figure, axes = plt.subplots(figsize=(WIDTH, 4.2))
+    ends: list[tuple[float, str, Any]] = []
+    for index, (label, part) in enumerate(frame.groupby(hue, sort=False)):
+        color = PALETTE[index % len(PALETTE)]
+        axes.plot(part[x], part[rule], "-", color=color, linewidth=1.2)
+        axes.plot(part[x], part[measured], "o", color=color, markersize=5)
+        ends.append((float(part[rule].iloc[-1]), str(label), color))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(mpl.ticker.ScalarFormatter())
+    axes.set_xticks(sorted(frame[x].unique()))
+    axes.minorticks_off()
+    plain_log(axes.yaxis)
+    if limit is not None:
+        axes.axhline(limit, color="0.2", linestyle="--", linewidth=1)
+        axes.annotate(
+            limit_label,
+            (0.01, limit),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            color="0.2",
+            fontsize=8,
+        )
+    # Names beside the lines' ends, moved upwards where two would touch.
+    lowest = -math.inf
+    scale = axes.bbox.height / math.log(axes.get_ylim()[1] / axes.get_ylim()[0]) * 72 / figure.dpi
+    for value, label, color in sorted(ends):
+        height = max(math.log(value) * scale, lowest)
+        lowest = height + 12
+        axes.annotate(
+            label,
+            (1.0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, height - math.log(value) * scale),
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+            va="center",
+        )
+    axes.legend(
+        handles=[
+            mpl.lines.Line2D([], [], color="0.3", marker="o", linestyle="", markersize=5, label="measured"),
+            mpl.lines.Line2D([], [], color="0.3", linewidth=1.2, label="rule"),
+        ],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 0.12),
+    )
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     return figure
 
 

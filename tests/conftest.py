@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ def bundled_model() -> Path:
     return bundled_model()
 
 
+@cache
 def algorithm_source(notebook: str) -> str:
     """The source of a notebook's cells tagged ``algorithm``, in order."""
     cells = jupytext.read(SOURCES / f"{notebook}.py", fmt="py:percent").cells

@@ -14,7 +14,7 @@ from helpers.engines.child import ChildEngine
 from helpers.errors import EngineError
 from helpers.hardware import memory_limit_bytes, package_version, usable_cores
 from helpers.kv_adapter import CacheKind, cache_bytes, new_cache
-from helpers.memory import measure_peak, resident_bytes
+from helpers.memory import measure_peak, release_free_memory, resident_bytes
 from helpers.models import kv_bytes, load_model, locate, weight_bytes
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
@@ -71,8 +71,41 @@ class TransformersEngine(ChildEngine):
         self.info = EngineInfo.model_validate(self.call("use_cache", kind=kind))
 
 
+def run_loaded(
+    model: Any, workload: Workload, *, name: str, max_model_len: int, max_num_seqs: int | None = None, warmup: int = 1
+) -> RunRecord:
+    """Run `workload` on a model that this process has loaded already: the same batches and clocks, no second copy of it.
+
+    The memory reported is this process's, and its baseline all that the process held beside the weights before the run. The
+    threads are this process's too.
+
+    Parameters
+    ----------
+    model : a Transformers causal language model, as `helpers.models.load_model` returns it.
+    name : its catalogue name, for the record.
+    max_model_len, max_num_seqs, warmup : as in `TransformersEngine` and its ``run``.
+
+    Raises
+    ------
+    EngineError : a request or a batch does not fit.
+    """
+    workload.check_fits(max_model_len)
+    backend = TransformersBackend(
+        model=name,
+        name=name,
+        max_model_len=max_model_len,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        attention=model.config._attn_implementation,
+        cache="dynamic",
+        max_num_seqs=max_num_seqs,
+        loaded=model,
+    )
+    return backend.run(workload, warmup)
+
+
 class TransformersBackend:
-    """Runs in the child; see `TransformersEngine`."""
+    """Runs in the child, or over a `loaded` model in this process; see `TransformersEngine` and `run_loaded`."""
 
     def __init__(
         self,
@@ -85,12 +118,18 @@ class TransformersBackend:
         attention: str,
         cache: CacheKind | Literal["none"],
         max_num_seqs: int | None = None,
+        loaded: Any = None,
     ) -> None:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
         self._torch = torch
+        release_free_memory()
         self._baseline = resident_bytes()
-        self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
+        if loaded is not None:
+            self._model = loaded
+            self._baseline -= weight_bytes(loaded) if device == "cpu" else 0
+        else:
+            self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
         self._cache_kind = cache
         self._max_num_seqs = max_num_seqs
         self._device = device
@@ -144,9 +183,10 @@ class TransformersBackend:
         if workload.kind == "open":
             waiting.sort(key=lambda request: request.arrival)
         traces: dict[str, StreamTrace] = {}
+        ends: list[float] = []
         kv_peak = 0
         largest = min(workload.concurrency, self._max_num_seqs or workload.concurrency)
-        started = freed = time.monotonic()
+        started = time.monotonic()
         while waiting:
             if workload.kind == "open":
                 time.sleep(max(0.0, started + waiting[0].arrival - time.monotonic()))
@@ -155,11 +195,16 @@ class TransformersBackend:
                 due = [started + request.arrival for request in batch]
             else:
                 batch = waiting[:largest]
-                due = [freed] * len(batch)
+                # A closed loop sends its first requests at once and every other one when an earlier one ends.
+                order = range(len(ends), len(ends) + len(batch))
+                due = [started if k < workload.concurrency else ends[k - workload.concurrency] for k in order]
             waiting = waiting[len(batch) :]
             done, held = self._generate(batch, due)
             kv_peak = max(kv_peak, held)
-            freed = time.monotonic()
+            ends += [time.monotonic()] * len(batch)
+            if workload.kind == "closed":
+                for trace in done:
+                    trace.sent = trace.scheduled  # what it then waits for is a place in a batch: the engine's share
             traces.update({trace.request_id: trace for trace in done})
         return [traces[request.request_id] for request in workload.requests], started, kv_peak
 

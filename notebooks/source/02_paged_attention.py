@@ -10,9 +10,9 @@
 #
 # | paper or system | year, venue | maturity | what we take from it |
 # | --- | --- | --- | --- |
-# | Kwon et al., *Efficient Memory Management for LLM Serving with PagedAttention* | 2023, SOSP | peer-reviewed | blocks, tables, copy-on-write, preemption; fragmentation in figures |
+# | Kwon et al., *PagedAttention* | 2023, SOSP | peer-reviewed | blocks, tables, copy-on-write, preemption; figures of waste |
 # | vLLM's first blog post | 2023 | vendor blog | the figures that everybody quotes |
-# | Prabhu et al., *vAttention* | 2025, ASPLOS | peer-reviewed | the same on-demand memory, contiguous, by the operating system's own tables |
+# | Prabhu et al., *vAttention* | 2025, ASPLOS | peer-reviewed | memory on demand that stays contiguous, by page tables |
 # | vLLM 0.32 | now | maintained code | the real system; some of it no longer works as in the paper |
 
 # %% tags=["parameters"]
@@ -48,8 +48,13 @@ from helpers import corpora, kv_adapter, models, plots, quality
 from helpers.hardware import best_seconds
 from helpers.ledgers import make_card, show_bytes, show_seconds
 
+# %% [markdown]
+# On a processor this notebook computes in 32 bits, whatever is faster. It asks again and again whether outputs are
+# *identical*, and in 16 bits they change with the batch that a request happens to share.
+
 # %%
-device, dtype = run.profile.device, run.dtype
+device = run.profile.device
+dtype = "float32" if device == "cpu" else run.dtype
 max_len = run.profile.max_model_len // 2
 model = models.load_model(run.profile.model, dtype=dtype, device=device)
 tokenizer = models.load_tokenizer(run.profile.model)
@@ -206,14 +211,17 @@ pd.Series(errors, name="largest difference").rename_axis("block size").map("{:.1
 
 # %%
 import inspect
+import re
+import textwrap
 
 from helpers.paged_kv import BlockManager, Feed, PagedKVCache, PagedModel
 
 
 def show(*functions):
     """The source of functions without their docstrings."""
-    sources = [inspect.getsource(f) for f in functions]
-    print("\n".join(s.replace(f'"""{f.__doc__}"""\n', "", 1) for s, f in zip(sources, functions, strict=True)))
+    for function in functions:
+        source = textwrap.dedent(inspect.getsource(function))
+        print(re.sub(r' *"""[\s\S]*?"""\n', "", source, count=1))
 
 
 show(BlockManager.allocate, BlockManager.free)
@@ -264,7 +272,7 @@ assert len(one) == 3 and not set(one) & set(other)
 show(BlockManager.cached_prefix, BlockManager.commit)
 
 # %% [markdown]
-# Three details matter, and each has been a bug in some engine. The *last* token of a prompt is never taken from the
+# Three details matter, and each is easily got wrong. The *last* token of a prompt is never taken from the
 # cache: a step that computes nothing has no logits to sample from. A block gets its name only when its keys and values
 # have been **written** (`commit`). And a block that is taken for new tokens loses its old name (`_take` above), or a
 # later request would find a stranger's keys under it.
@@ -318,17 +326,19 @@ prompt = text[:75].tolist()
 expected, reference = kv_adapter.decode_greedy(
     model, kv_adapter.new_cache("dynamic", model.config), torch.tensor(prompt), 8
 )
-untidy = paged_model(16 * block_size)
-for name, length in (("x", 40), ("y", 70), ("z", 33)):
+others = {"x": 40, "y": 70, "z": 33}
+untidy = paged_model(block_size * (1 + sum(-(-n // block_size) for n in others.values())))
+for name, length in others.items():
     untidy.manager.allocate(name, text[:length].tolist())
 for name in ("y", "x"):
     untidy.manager.free(name)
 tokens, rows = generate_paged(untidy, prompt, 8)
+assert untidy.manager.table("only") != sorted(untidy.manager.table("only"))
 
 # %%
 match = quality.greedy_match(expected, tokens, reference)
 difference = (rows - reference).abs().max().item()
-assert match.identical or match.verdict == "tie", match
+assert match.verdict != "differs" or dtype != "float32", match
 Markdown(
     f"Blocks {untidy.manager.table('only')} in this order. Tokens: **{match.verdict}** ({match.agree} of {match.n}); "
     f"largest difference of any logit {difference:.1e}."
@@ -343,11 +353,11 @@ warm = paged_model(16 * block_size, enable_prefix_caching=True)
 first, _ = generate_paged(warm, text[: 3 * block_size].tolist(), 4, "first")
 before = warm.n_tokens_run
 second, _ = generate_paged(warm, text[: 3 * block_size].tolist(), 4, "second")
-assert first == second
+assert first == second or dtype != "float32"
 warm.manager.check()
 Markdown(
-    f"First time {before} tokens through the model, second time **{warm.n_tokens_run - before}**; answers identical. "
-    f"Two sequences, {warm.manager.n_logical} table entries, {warm.manager.n_used} blocks."
+    f"First time {before} tokens through the model, second time **{warm.n_tokens_run - before}**; "
+    f"answers identical: {first == second}. Two sequences, {warm.manager.n_logical} table entries, {warm.manager.n_used} blocks."
 )
 
 # %% [markdown]
@@ -364,7 +374,7 @@ Markdown(
 # %%
 conversation = corpora.serving_lengths("azure-conversation-2023")
 code = corpora.serving_lengths("azure-code-2023")
-N_REQUESTS = 400
+N_REQUESTS = 300
 azure = conversation.sample(N_REQUESTS, SEED) if TRACE is None else corpora.read_azure_trace(TRACE)[:N_REQUESTS]
 pd.DataFrame([{"fit of": f.name, "requests": f.n_requests, **f.ks_distance} for f in (conversation, code)])
 
@@ -487,7 +497,7 @@ def replay(lengths, pool):
                 waiting.append((n_tokens_lost, n_total_lost - n_tokens_lost))
                 evicted += 1
             index += 1
-    names = ("tokens", "reserved for later", "internal", "free", "requests")
+    names = ("tokens", "reserved for later", "never used", "free", "requests")
     means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
     return {**dict(zip(names, means, strict=True)), "evicted": evicted, "steps": len(rows)}
 
@@ -532,27 +542,27 @@ replays = pd.DataFrame(
         for rule in RULES
     ]
 )
-STATES = ["tokens", "reserved for later", "internal", "free"]
+STATES = ["tokens", "reserved for later", "never used", "free"]
 percent = replays[["workload", "rule"]].join(100 * replays[STATES].div(replays["pool"], axis=0))
 percent.join(replays[["requests", "evicted"]].round(1)).round(1)
 
 # %%
 of_azure = percent[percent["workload"] == "Azure conversation"].set_index("rule")[STATES]
 figure = plots.stacked(
-    of_azure.rename(index=lambda rule: rule.replace(" ", "\n", 1)),
-    title="Where the pool's slots are (Azure conversation)",
+    of_azure.rename(index=lambda rule: rule.replace(" of ", "\nof ").replace(" pages", "\npages")),
+    title="Where the pool's slots are while requests wait (Azure conversation)",
     xlabel="rule",
     ylabel="% of the pool",
 )
 run.figure(figure, "fragmentation", percent, n=N_REQUESTS)
 
 # %% [markdown]
-# Read the bottom colour: that is what holds tokens. Then look at what takes the rest. Reserving the maximum loses it to
-# slots that will *never* be used. The oracle loses nothing to those, and still keeps slots idle that are only *later*
-# needed, and leaves holes into which the next request does not fit. Blocks keep almost nothing back; what is free under
-# them is the hundredth kept in hand and the room that the next, long prompt is waiting for.
+# Read the bottom colour: that is what holds tokens. Then look at what takes the rest. Reserving the maximum loses slots
+# that will *never* be used. The oracle has none of those. It still keeps slots idle that are only needed *later*, and
+# leaves holes into which the next request does not fit. Blocks can lose no more than the end of each last block. What is
+# free under them is the hundredth kept in hand, and the room for which the next prompt is still too long.
 #
-# vAttention behaves like paging with another block size, as it should; with large pages that size is large.
+# vAttention is paging with another block size, as far as this count goes. Compare its two page sizes.
 
 
 # %%
@@ -564,7 +574,10 @@ used = {rule: cell("Azure conversation", rule, "tokens", percent) for rule in RU
 batch = {rule: cell("Azure conversation", rule, "requests") for rule in RULES}
 run.measured("percent_used_with_reserved_maximum", used["maximum"], "%")
 run.measured("percent_used_paged", used["blocks of 16"], "%")
-run.measured("requests_at_once_paged_over_reserved", batch["blocks of 16"] / batch["maximum"])
+more = run.measured("requests_at_once_paged_over_reserved", batch["blocks of 16"] / batch["maximum"])
+Markdown(
+    f"Azure conversation: {used['maximum']:.0f} % used against {used['blocks of 16']:.0f} %, **{more:.1f}x** the requests."
+)
 
 # %% [markdown]
 # ### How large should a block be?
@@ -602,31 +615,34 @@ for name, (lengths, _, _) in WORKLOADS.items():
 sweep = pd.DataFrame(sweep)
 
 # %%
-drawn = sweep.melt(["block size", "workload"], ["measured", "rule"], "kind", "waste").assign(
-    line=lambda f: f["workload"] + ", " + f["kind"]
-)
-figure = plots.lines(
-    drawn,
+figure = plots.points_and_rule(
+    sweep[sweep["block size"] > 1],  # blocks of one token waste nothing, and zero has no place on a logarithmic axis
     x="block size",
-    y="waste",
-    hue="line",
-    log_x=True,
+    measured="measured",
+    rule="rule",
+    hue="workload",
     title="Slots wasted in the last block",
     xlabel="block size (tokens)",
     ylabel="% of allocated slots",
+    limit=4,
+    limit_label="the blog's 4 %",
 )
-figure.axes[0].axhline(4, color="0.3", linestyle="--", linewidth=1)
 run.figure(figure, "waste_by_block_size", sweep)
 
 # %%
 at_16 = sweep[sweep["block size"] == 16].set_index("workload")[["mean tokens", "measured", "rule"]].round(2)
-at_16["mean tokens from which waste is under 4 %"] = round(7.5 * (1 - 0.04) / 0.04)
+enough_tokens = (16 - 1) / 2 * (1 - 0.04) / 0.04  # half_block_rule(16, enough_tokens) is 4 %
+at_16["under 4 %"] = at_16["measured"] < 4
+at_16[f"mean over {enough_tokens:.0f}"] = at_16["mean tokens"] > enough_tokens
 at_16
 
 # %% [markdown]
-# The dashed line is the famous "under 4 %". Whether you stay below it is decided by the mean length, not by the
-# technique: turn the rule around and you get the last column. Long conversations are far below the line. Short chats
-# are not.
+# The dashed line is the famous "under 4 %". Whether a service stays below it is decided by its mean length, not by the
+# technique: turned around, the rule names the mean from which 16-token blocks waste less than that. Compare the last
+# two columns.
+#
+# Where dots leave their line, the rule's assumption ends: most requests are shorter than one block, so their lengths do
+# not spread evenly over it.
 
 # %% [markdown]
 # ## vAttention: let the hardware keep the table
@@ -675,7 +691,7 @@ def on_demand_life(n_context, n_prompt, n_total):
     source = [t[0].transpose(0, 1).float().cpu() for pair in kv_adapter.layer_tensors(kv) for t in pair]
     buffers = [OnDemandBuffer(n_context, shape.n_kv_heads, shape.head_dim) for _ in source]
     resident, rows = resident_bytes(), []
-    for n in (0, n_prompt, *range(n_prompt + 32, n_total + 1, 32)):
+    for n in (0, *range(n_prompt, n_total + 1, 41)):  # lengths that do not end with a page
         for buffer, part in zip(buffers, source, strict=True):
             buffer.tensor[:n] = part[:n]
         committed = sum(committed_bytes(b.tensor.data_ptr(), b.n_bytes) for b in buffers)
@@ -684,8 +700,9 @@ def on_demand_life(n_context, n_prompt, n_total):
 
 
 linux = run.hardware.system == "Linux"
-buffers, source, life = on_demand_life(8192, 64, 256) if linux else ([], [], pd.DataFrame())
-print("" if linux else "not run here: committing pages on demand is shown with Linux's mmap")
+buffers, source, life = on_demand_life(8192, 50, 255) if linux else ([], [], pd.DataFrame())
+if not linux:
+    print("not run here: committing pages on demand is shown with Linux's mmap")
 
 # %%
 if linux:
@@ -697,15 +714,15 @@ if linux:
     print(f"reserved {show_bytes(reserved)}; at most one page a buffer is {show_bytes(page_bound)}: {on_demand}")
 
 # %% [markdown]
-# Reserved is a promise; committed is memory. The two grow apart by the whole context, and committed stays within one
-# page a buffer of what the tokens need. *Resident* is what the operating system charges this process for, all of it,
-# so it wobbles a little.
+# Reserved is a promise; committed is memory. The first is the whole context from the beginning. The second may exceed what
+# the tokens need by one page a buffer at most, and the last line says whether it kept to that. *Resident* is what the
+# operating system charges this process for, all of it, so it wobbles a little.
 #
 # And attention? It needs no table. It gets a view.
 
 # %%
 if linux:
-    keys, values = (buffers[i].tensor[:256].transpose(0, 1)[None] for i in (0, 1))
+    keys, values = (buffers[i].tensor[: len(source[i])].transpose(0, 1)[None] for i in (0, 1))
     expected_kv = [source[i].transpose(0, 1)[None] for i in (0, 1)]
     q = torch.randn(1, shape.n_q_heads, 1, shape.head_dim)
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -725,7 +742,7 @@ if linux:
 # easily share a prefix that ends inside a page.
 
 # %%
-buffers, source, life_rows = [], [], len(life)
+buffers, source = [], []
 real = untidy = warm = None
 
 # %% [markdown]
@@ -823,7 +840,7 @@ theirs = model.generate(
     pad_token_id=0,
 )[:, N_SHARED:].tolist()
 beams_agree = quality.greedy_agreement(theirs, beams, "beams of Transformers generate, best first")
-assert beams_agree.value == 1.0, (beams, theirs)
+assert beams_agree.value == 1.0 or dtype != "float32", (beams, theirs)
 sharing = pd.DataFrame(
     [
         {"decoding": name, "without sharing": logical, "with": physical, "saved": f"{1 - physical / logical:.0%}"}
@@ -834,8 +851,8 @@ run.measured("percent_of_blocks_saved_by_four_samples", 100 * (1 - sample_blocks
 sharing
 
 # %% [markdown]
-# Beams share more than samples do: all survivors descend from few parents, so what those wrote is still common to them,
-# while samples part for good with their first token.
+# Compare the two rows. All surviving beams descend from few parents, so what those wrote is still common to them. Samples
+# part for good with their first token.
 
 
 # %%
@@ -863,7 +880,8 @@ def forced_paged(sample):
     return torch.stack(rows)
 
 
-alone, among = forced_logits(samples[0][:6]), forced_paged(samples[0][:6])
+# %%
+alone, among = forced_logits(samples[0][:5]), forced_paged(samples[0][:5])
 disturbance = (alone - among).abs().max().item()
 assert disturbance < (1e-3 if dtype == "float32" else 0.5), disturbance
 Markdown(f"Largest difference of any logit, alone against among forks: **{disturbance:.1e}**.")
@@ -921,6 +939,11 @@ def make_room(paged, seq_id, token, running, waiting):
             waiting.insert(0, victim)
 
 
+# %% [markdown]
+# Around it, the loop. What a preempted request has answered so far is part of the prompt with which it comes back.
+
+
+# %% tags=["algorithm"]
 def serve(paged, requests):
     """Greedy outputs of requests ``(seq_id, prompt_ids, n_output)``, the size of each step's batch, and preemptions."""
     from helpers.paged_kv import Feed
@@ -953,15 +976,18 @@ def serve(paged, requests):
 # %% [markdown]
 # The load: lengths drawn from the conversation fit and shrunk to this profile's context, prompts of prose. Prompts are
 # shrunk more than outputs: a processor reads prompts so slowly that they would hide everything else, and both rules
-# read the same prompts. The budget is two full contexts, so that a cautious server runs two requests at once.
+# read the same prompts. The budget is two full contexts, so that a cautious server runs two requests at once. Both rules
+# serve the load in turn, several times, so that the machine's mood does not decide.
 
 # %%
 from helpers.workload import Request, Workload
 
 SHRINK = 16384 // max_len
-n_load = 5 * run.profile.n_requests // 12
-longest = run.profile.max_tokens
-load = [(max(8, p // SHRINK), max(8, min(longest, 4 * o // SHRINK))) for p, o in conversation.sample(n_load, SEED + 1)]
+n_load = run.profile.n_requests // 3
+longest = run.profile.max_tokens // 3
+load = [
+    (max(8, p // (2 * SHRINK)), max(4, min(longest, 2 * o // SHRINK))) for p, o in conversation.sample(n_load, SEED + 1)
+]
 load = [(min(p, max_len - o), o) for p, o in load]
 BUDGET = 2 * max_len
 prompts = [text[97 * i : 97 * i + p].tolist() for i, (p, _) in enumerate(load)]
@@ -969,12 +995,12 @@ requests = [(f"load-{i}", ids, n_out) for i, (ids, (_, n_out)) in enumerate(zip(
 print(f"{n_load} requests, {sum(p for p, _ in load)} tokens in, {sum(o for _, o in load)} out; budget {BUDGET} slots")
 
 # %%
-from helpers.stats import step_seconds
+from helpers.stats import paired_ratio, step_seconds
 
 
 def timed_serve(block_size):
     paged = paged_model(BUDGET, block_size)
-    ((outputs, batches, preempted),), (seconds,) = step_seconds(serve(paged, requests) for _ in range(1))
+    ((outputs, batches, preempted),), (seconds,) = step_seconds((serve(paged, requests) for _ in range(1)), device)
     generated = sum(map(len, outputs.values()))
     row = {"block size": block_size, "steps": len(batches), "largest batch": max(batches), "preemptions": preempted}
     row |= {"pool": show_bytes(paged.cache.n_bytes), "tokens/s": generated / seconds, "s/step": seconds / len(batches)}
@@ -982,38 +1008,47 @@ def timed_serve(block_size):
 
 
 serve(paged_model(BUDGET), [("warm up", prompts[0][:8], 2)])
-reserved_outputs, reserved_row = timed_serve(max_len)
-paged_outputs, paged_row = timed_serve(block_size)
+rounds = [(timed_serve(max_len), timed_serve(block_size)) for _ in range(3)]
+
+# %%
+(reserved_outputs, reserved_row), (paged_outputs, paged_row) = rounds[0]
 assert reserved_outputs == paged_outputs or dtype != "float32"
-ours = pd.DataFrame([reserved_row, paged_row], index=["one block a request", "small blocks"])
-run.measured("throughput_paged_over_reserved", ours["tokens/s"].iloc[1] / ours["tokens/s"].iloc[0])
-ours.round(2)
+names = ["one block a request", "small blocks"]
+ours = pd.concat([pd.DataFrame([row for _, row in pair], index=names) for pair in rounds])
+gain = paired_ratio(*(ours.loc[name, "tokens/s"].tolist() for name in names[::-1]), seed=SEED)
+batch_gain = paged_row["largest batch"] / reserved_row["largest batch"]
+run.measured("throughput_paged_over_reserved", gain.ratio)
+display(ours.round(2))
+print(f"outputs identical: {reserved_outputs == paged_outputs}; batch {batch_gain:.1f}x, tokens/s {gain}")
 
 # %% [markdown]
-# Same requests, same outputs, same bytes; fewer steps, because more requests share each. The gain in tokens a second is
-# smaller than the gain in batch size: a step with more rows costs more, and on a processor sooner than on a GPU. And a
-# load that ends has a tail in which few requests are left.
+# Same requests, same bytes, fewer steps, because more requests share each. Hold the last line's two factors against each
+# other. What can come between a larger batch and the clock: a step with more rows costs more, and on a processor sooner
+# than on a GPU; prompts take the same time under both rules; and a load that ends has a tail in which few requests are
+# left.
 #
 # When the pool is made too small on purpose, requests are preempted. The answers must not know it.
 
 # %%
-few = [(name, ids[:40], 8) for name, ids, _ in requests[:4]]
-tight, roomy = paged_model(4 * block_size * 2 - block_size, block_size), paged_model(BUDGET)
-squeezed = [(name, (ids * 2)[: 2 * block_size - 3], 8) for name, ids, _ in few]
-roomy_outputs, _, none = serve(roomy, squeezed)
-tight_outputs, _, preempted = serve(tight, squeezed)
-assert preempted > 0 and none == 0 and tight_outputs == roomy_outputs
-Markdown(f"{preempted} preemptions in a pool of {tight.manager.n_blocks} blocks; outputs identical.")
+squeezed = [(name, text[61 * i : 61 * i + block_size - 3].tolist(), 5) for i, name in enumerate("abc")]
+tight, roomy = paged_model(5 * block_size), paged_model(BUDGET)
+(roomy_outputs, _, none), (tight_outputs, _, preempted) = serve(roomy, squeezed), serve(tight, squeezed)
+assert preempted > 0 and none == 0 and (tight_outputs == roomy_outputs or dtype != "float32")
+Markdown(
+    f"{preempted} preemption in a pool of {tight.manager.n_blocks} blocks, {none} in a larger one; "
+    f"outputs identical: {tight_outputs == roomy_outputs}."
+)
 
 # %% [markdown]
 # ## The real system
 #
-# vLLM, in a process of its own, with the same budget: as many blocks, and one more that it keeps as a blank. Prefix
-# caching is on, which is its default.
+# Two of them, on the same load and with the same budget. Transformers' `generate` is the plain one: padded batches of as
+# many requests as whole contexts fit into the budget, each batch run until its longest request is done. It uses the model
+# that is loaded already.
 
 # %%
-from helpers.engines.transformers_engine import TransformersEngine
-from helpers.engines.vllm_engine import VllmEngine
+from helpers.engines import transformers_engine
+from helpers.memory import release_free_memory
 
 
 def workload(name, items, concurrency):
@@ -1021,14 +1056,29 @@ def workload(name, items, concurrency):
     return Workload(name=name, requests=tuple(made), concurrency=concurrency, seed=SEED)
 
 
-N_POOL = BUDGET // block_size
 serving = workload("shrunk conversations", [(p, o) for p, (_, o) in zip(prompts, load, strict=True)], n_load)
-# Prompts just below two blocks, answers that end in the third: every request needs three blocks in the end.
-grown = (2 * block_size - 2, 8)
+limits = dict(max_model_len=max_len, max_num_seqs=BUDGET // max_len)
+hf_record = transformers_engine.run_loaded(model, serving, name=run.profile.model, **limits)
+model = model.to("meta")  # the weights go: from here on vLLM holds its own
+paged = untidy = warm = tight = roomy = None
+release_free_memory()
+print(f"{len(hf_record.completed)} of {n_load} requests in {hf_record.makespan:.1f} s")
+
+# %% [markdown]
+# And vLLM, in a process of its own, over as many blocks, and one more that it keeps as a blank. Prefix caching is on,
+# which is its default.
+
+# %%
+from helpers.engines.vllm_engine import VllmEngine
+
+N_POOL = BUDGET // block_size
+# Prompts just below one block, answers that end in the second: every request needs two blocks in the end.
+grown = (block_size - 2, 5)
 blocks_each = -(-(sum(grown) - 1) // block_size)
 fits = N_POOL // blocks_each
 edge = workload("edge", [(text[53 * i : 53 * i + grown[0]].tolist(), grown[1]) for i in range(fits + 1)], fits + 1)
 print(f"{N_POOL} blocks, {blocks_each} a request: by formula {fits} requests run without preemption, {fits + 1} do not")
+print(f"requests of a whole context: {N_POOL * block_size // max_len}")
 
 # %% [markdown]
 # In one session we ask for everything: the same load under a reserved maximum (as many requests at once as whole contexts
@@ -1059,7 +1109,8 @@ settings = dict(dtype=dtype, max_model_len=max_len, block_size=block_size, num_k
 if vllm_capability.available:
     with VllmEngine(run.profile.model, enable_prefix_caching=True, **settings) as engine:
         with_vllm(engine)
-print("" if seen else f"not run here: {vllm_capability.reason}")
+else:
+    print(f"not run here: {vllm_capability.reason}")
 
 # %% [markdown]
 # ### Where does preemption begin?
@@ -1116,8 +1167,8 @@ if seen:
 # %% [markdown]
 # ## Ledgers: one variable changed
 #
-# Transformers' `generate` on the same load, in batches of as many requests as whole contexts fit into the budget; vLLM with
-# the same limit; vLLM without it. All outputs are held against our own engine's.
+# Transformers' `generate`; vLLM that runs as many requests at once as whole contexts fit into the budget; vLLM without that
+# limit. All outputs are held against our own engine's.
 
 # %%
 protocol = "held against our engine over small blocks, greedy"
@@ -1130,19 +1181,16 @@ def card_of(name, record):
     return run.card(make_card(name, record, [judged], kv_formula=in_flight, seed=SEED))
 
 
-model = model.to("meta")  # frees the weights: from here on the engines hold their own
-with TransformersEngine(
-    run.profile.model, dtype=dtype, device=device, max_model_len=max_len, max_num_seqs=BUDGET // max_len
-) as engine:
-    hf_card = card_of("Transformers generate", engine.run(serving, warmup=1))
+hf_card = card_of("Transformers generate", hf_record)
 if seen:
     names = {"vLLM, reserved": "one context a request", "vLLM, paged": "paged"}
     vllm_reserved, vllm_paged = (card_of(name, seen[key]) for name, key in names.items())
 run.cards()
 
 # %% [markdown]
-# "KV used" beside "formula" says how many of the load's tokens were in the pool at once: all of them would be the formula's
-# value. Only then compare speeds: first the one variable, then the other engine.
+# Quality first: the share of identical outputs. "KV used" beside "formula" says how many of the load's tokens were in the
+# pool at once: all of them would be the formula's value. Only then compare speeds: first the one variable, then the other
+# engine.
 
 # %%
 if seen:
@@ -1166,11 +1214,12 @@ control = {rule: replay(full, pool_for(rule, 8 * 2048, 2048)) for rule in ("maxi
 control_table = pd.DataFrame(control).T[["requests", "tokens"]].assign(percent=lambda f: 100 * f["tokens"] / (8 * 2048))
 lead = control["blocks of 16"]["requests"] / control["maximum"]["requests"]
 assert lead <= 1.0
-control_table.round(2)
+display(control_table.round(2))
+print(f"requests at once, paged over maximum: {lead:.2f}")
 
 # %% [markdown]
-# No gain: what paging keeps in hand to avoid preemptions even costs it a request. And a control for sharing: four samples of a
-# prompt that is shorter than a block share nothing at the end.
+# No gain. A ratio below one is the price of what paging keeps in hand to avoid preemptions. And a control for sharing: four
+# samples of a prompt that is shorter than a block share nothing at the end.
 
 # %%
 Markdown(f"Saved by four samples of a prompt of 15 tokens, blocks of 16: **{saved_by_sampling(15, 40, 4):.0f} %**.")
@@ -1182,10 +1231,8 @@ Markdown(f"Saved by four samples of a prompt of 15 tokens, blocks of 16: **{save
 # must first gather it. At batch 1, where there is nothing to gain, this is pure loss. One layer of this model, one query,
 # against the same keys and values in one piece:
 
+
 # %%
-from helpers.stats import paired_ratio
-
-
 def one_layer(n_tokens, block_size):
     """Functions that attend over contiguous and over paged keys and values of `n_tokens` tokens, and their outputs' gap."""
     k, v = torch.randn(2, 1, shape.n_kv_heads, n_tokens, shape.head_dim).unbind()
@@ -1205,16 +1252,21 @@ def one_layer(n_tokens, block_size):
     return contiguous, paged
 
 
+# %% [markdown]
+# Each pair of times is taken in turn, and the interval is over the pairs.
+
+
+# %%
 def overhead(n_tokens, block_size):
     contiguous, paged = one_layer(n_tokens, block_size)
     clock = dict(repeats=3, inner=5)
-    pairs = [(best_seconds(paged, **clock), best_seconds(contiguous, **clock)) for _ in range(run.profile.repeats + 2)]
+    pairs = [(best_seconds(paged, **clock), best_seconds(contiguous, **clock)) for _ in range(run.profile.repeats)]
     ratio = paired_ratio([a for a, _ in pairs], [b for _, b in pairs], seed=SEED)
     row = {"tokens": n_tokens, "block size": block_size, "paged": min(a for a, _ in pairs)}
     return {**row, "contiguous": min(b for _, b in pairs), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
 
 
-gather = pd.DataFrame([overhead(n, size) for size in (1, 16, 128) for n in (512, 2048, 4096)])
+gather = pd.DataFrame([overhead(n, size) for size in (1, 16, 128) for n in (512, 2048)])
 run.measured(
     "percent_slower_attention_when_paged",
     100 * (gather.set_index(["tokens", "block size"])["ratio"][2048, 16] - 1),
@@ -1224,21 +1276,22 @@ gather.assign(**{c: gather[c].map(show_seconds) for c in ("paged", "contiguous")
 
 # %% [markdown]
 # A gather reads and writes everything once more before attention reads it again, so this is the price of *not* having a
-# paged kernel, and it is much higher than the paper's. The paper's kernel walks the table as `attend_by_blocks` does and
-# pays for the walk only. How much of a whole step is that? All layers' extra time beside the mean step measured above:
+# paged kernel. The paper's kernel walks the table as `attend_by_blocks` does and pays for the walk only: 20 to 26 % there.
+# How much of a whole step is ours? All layers' extra time beside the mean step of two requests measured above:
 
 # %%
 at_512 = gather.set_index(["tokens", "block size"]).loc[(512, 16)]
 extra = shape.n_layers * (at_512["paged"] - at_512["contiguous"])
-Markdown(
-    f"{show_seconds(extra)} of a step of {show_seconds(ours['s/step'].iloc[0])}: **{extra / ours['s/step'].iloc[0]:.0%}**."
-)
+one_step = ours.loc["one block a request", "s/step"].mean()
+Markdown(f"At 512 tokens {show_seconds(extra)}, beside a step of {show_seconds(one_step)}: **{extra / one_step:.0%}**.")
 
 # %% [markdown]
-# The rest of a step is mostly reading weights, which no cache can change. That is why an engine can afford slow reads if
-# they let more requests share the step, and why the extra counts again when contexts grow long.
+# A step of so few requests mostly reads weights, which no cache can change. That is why an engine can afford slower reads
+# if they let more requests share the step, and why the extra counts again when contexts grow long.
 #
-# **Large blocks.** They are read faster and waste more; the figure above shows how much on short chats.
+# **Large blocks.** Fewer, longer pieces to gather, and more waste. Hold the table's rows of one length against each other,
+# and the figure of waste against both. The extreme has been measured too: a block as long as the context is the reserved
+# maximum.
 #
 # **Long outputs that nobody shares, one at a time.** A single user on a laptop gains nothing from any of this.
 
@@ -1258,11 +1311,10 @@ run.claim(
     + "; on Azure conversations "
     + ", ".join(f"{used[rule]:.0f}" for rule in RULES[:4]),
 )
-gains = ours["tokens/s"].iloc[1] / ours["tokens/s"].iloc[0]
 run.claim(
     "pagedattention-throughput",
-    gains > 1.2 and paged_row["largest batch"] > reserved_row["largest batch"],
-    f"{gains:.1f}x tokens/s, batch {paged_row['largest batch']} against {reserved_row['largest batch']}, one engine, one budget",
+    gain.low > 1 and batch_gain > 1,
+    f"{gain} tokens/s, batch {paged_row['largest batch']} against {reserved_row['largest batch']}, one engine, one budget",
 )
 run.claim(
     "vllm-blog-existing-waste",
@@ -1273,11 +1325,12 @@ run.claim(
     "vllm-blog-waste-under-4",
     bool((at_16["measured"] < 4).all()),
     ", ".join(f"{name} {at_16['measured'][name]:.1f} %" for name in at_16.index)
-    + ": true above a mean of about 180 tokens, not universal",
+    + f": by the rule true from a mean of {enough_tokens:.0f} tokens on, not of every workload",
 )
 long_enough = sweep[(sweep["block size"] > 1) & (sweep["mean tokens"] > sweep["block size"])]
 off = (long_enough["measured"] / long_enough["rule"] - 1).abs().max()
 run.claim("paged-half-block-rule", bool(off <= 0.10), f"largest deviation {off:.1%} over {len(long_enough)} cases")
+run.claims().tail(5)
 
 # %% tags=["claim"]
 alpaca, sharegpt = by_samples.values()
@@ -1292,20 +1345,23 @@ run.claim(
     saved_beams > saved_samples > 0,
     f"{saved_beams:.0%} of blocks for 4 beams, {saved_samples:.0%} for 4 samples of one prompt of {N_SHARED} tokens",
 )
-ratios = gather.set_index(["tokens", "block size"])["ratio"]
+at_2048 = gather.set_index(["tokens", "block size"]).loc[(2048, 16)]
 run.claim(
     "pagedattention-kernel-overhead",
     bool((gather[gather["block size"] == 16]["low"] > 1).all()),
-    f"{100 * (ratios[2048, 16] - 1):.0f} % at 2048 tokens, blocks of 16: a gather before attention, not a fused kernel",
+    "{ratio:.1f}x [{low:.1f}, {high:.1f}] at 2048 tokens, blocks of 16".format(**at_2048)
+    + ": a gather before attention, not a fused kernel",
 )
 run.claim(
     "vattention-contiguous",
     on_demand and contiguous_same and after_release == 0 if linux else None,
-    f"committed within one page a buffer of {show_bytes(reserved)} reserved; attention over the view identical"
+    f"committed {show_bytes(before_release)} of {show_bytes(reserved)} reserved, at no time more than one page a buffer "
+    f"beyond what the tokens need; attention over the view identical"
     if linux
     else "",
     reason="" if linux else "needs Linux's mmap",
 )
+run.claims().tail(4)
 
 # %% tags=["claim"]
 why = "" if seen else vllm_capability.reason
@@ -1314,19 +1370,23 @@ run.claim(
     (preemptions["edge, one fewer"], same_after_preemption.value) == (0, 1) and preemptions["edge"] > 0
     if seen
     else None,
-    f"{preemptions['edge']} preemptions with {fits + 1} requests, none with {fits}; outputs identical" if seen else "",
+    f"preemptions: {preemptions['edge']} with {fits + 1} requests, {preemptions['edge, one fewer']} with {fits}; "
+    f"outputs identical: {same_after_preemption.value:.0%}"
+    if seen
+    else "",
     reason=why,
 )
-speed = (
-    vllm_paged.throughput.generated_tokens_per_second / hf_card.throughput.generated_tokens_per_second if seen else 0
-)
+against = hf_card.compare(vllm_paged).ratios if seen else {}
 run.claim(
     "vllm-blog-hf-throughput",
-    speed > 1 if seen else None,
-    f"{speed:.1f}x Transformers generate in batches of {BUDGET // max_len}" if seen else "",
+    against["generated tokens/s"] > 1 and against["e2e"].high < 1 if seen else None,
+    f"{against['generated tokens/s']:.1f}x tokens/s of Transformers generate in batches of {BUDGET // max_len}; "
+    f"end to end {against['e2e']}"
+    if seen
+    else "",
     reason=why,
 )
-run.claims()
+run.claims().tail(2)
 
 # %% [markdown]
 # And your predictions:
@@ -1336,7 +1396,7 @@ guesses = run.predictions()
 run.figure(plots.predictions(guesses, title="Predicted over measured"), "predictions", guesses)
 
 # %%
-guesses
+guesses.round(2)
 
 # %% [markdown]
 # ## Exercises

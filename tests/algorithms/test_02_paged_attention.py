@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -9,6 +10,7 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import jupytext
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from helpers import corpora, exercises, kv_adapter, paged_kv
+from helpers import corpora, exercises, kv_adapter, models, paged_kv, plots
+from helpers.engines import transformers_engine
 from helpers.errors import DataError, EngineError, ModelError
 from helpers.memory import committed_bytes
 from helpers.paths import ROOT, SOURCES
+from helpers.workload import Request, Workload
 
 NAME = "02_paged_attention"
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=60, num_attention_heads=4)
@@ -44,13 +48,19 @@ def nb(load_algorithms):
     return load_algorithms(NAME)
 
 
+_tiny: dict[str, torch.nn.Module] = {}
+
+
 def tiny(config):
-    """A random model whose every weight and bias is far from zero, so that no term can be left out unseen."""
+    """A random model whose every weight and bias is far from zero, so that no term can be left out unseen. Made once."""
+    key = config.to_json_string()
+    if key not in _tiny:
+        torch.manual_seed(1)
+        _tiny[key] = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in _tiny[key].parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.15)
-    return model
+    return _tiny[key]
 
 
 def twin_of(*mutations: tuple[str, str]) -> ModuleType:
@@ -220,7 +230,7 @@ def test_the_block_manager_survives_ten_thousand_random_operations():
     counts: list[int] = []
     run_state_machine_as_test(
         machine_for(paged_kv, counts),
-        settings=settings(max_examples=270, stateful_step_count=50, deadline=None, database=None),
+        settings=settings(max_examples=245, stateful_step_count=50, deadline=None, database=None),
     )
     assert sum(counts) >= 10_000, sum(counts)
 
@@ -468,14 +478,14 @@ def check_pools(nb: SimpleNamespace) -> None:
     for name in ("maximum", "power of two", "oracle", "paged"):
         pool = nb.PagedPool(256, 4) if name == "paged" else nb.ContiguousPool(256, name, 64)
         result = nb.replay(lengths, pool)
-        parts = [result[key] for key in ("tokens", "reserved for later", "internal", "free")]
+        parts = [result[key] for key in ("tokens", "reserved for later", "never used", "free")]
         assert min(parts) >= 0 and abs(sum(parts) - 256) < 1e-9, result
         seen[name] = result
-    assert seen["maximum"]["requests"] == 4 and seen["oracle"]["internal"] == 0
+    assert seen["maximum"]["requests"] == 4 and seen["oracle"]["never used"] == 0
     assert (
         seen["maximum"]["tokens"] < seen["power of two"]["tokens"] < seen["oracle"]["tokens"] < seen["paged"]["tokens"]
     )
-    assert seen["paged"]["reserved for later"] + seen["paged"]["internal"] <= 3 * seen["paged"]["requests"]
+    assert seen["paged"]["reserved for later"] + seen["paged"]["never used"] <= 3 * seen["paged"]["requests"]
 
 
 def test_the_replay(nb):
@@ -659,6 +669,46 @@ def test_a_broken_algorithm_is_caught(load_algorithms, name):
         check_samples(twin)
         check_beams(twin)
         check_serving(twin, 7, 3, preempts=True)
+
+
+# -- what the notebook measures and draws with ------------------------------------------------------------------------------
+def test_generate_on_a_loaded_model_is_the_model_itself_and_its_weights_are_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(transformers_engine, "resident_bytes", lambda: 10**9)
+    model = tiny(CONFIGS["GQA"])
+    prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5]]
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=tuple(p), max_tokens=4) for i, p in enumerate(prompts))
+    load = Workload(name="three", requests=requests, concurrency=3)
+    settings = dict(name="tiny", max_model_len=16, max_num_seqs=2)
+    record = transformers_engine.run_loaded(model, load, **settings)
+    assert [trace.output_ids for trace in record.traces] == [greedy(model, p, 4) for p in prompts]
+    first = [trace.first for trace in record.traces]
+    assert first[0] == first[1] < first[2], "two at once, then the third"
+    assert {trace.sent for trace in record.traces} == {record.started}, "all three are sent at once and wait in line"
+    assert record.traces[2].ttft > record.traces[0].e2e, "its wait counts"
+    assert record.memory.weights == models.weight_bytes(model)
+    assert record.memory.baseline == 10**9 - record.memory.weights
+    with pytest.raises(EngineError, match="the engine's context holds 7"):
+        transformers_engine.run_loaded(model, load, **{**settings, "max_model_len": 7})
+
+
+def test_the_waste_figure_names_every_line_and_no_two_names_touch():
+    rows = [
+        {"size": size, "who": who, "dots": size / mean, "line": size / mean}
+        for who, mean in (("a", 50), ("b", 51), ("c", 52), ("d", 900))
+        for size in (2, 4, 8)
+    ]
+    words = dict(title="t", xlabel="x", ylabel="y", limit=0.1, limit_label="ceiling")
+    figure = plots.points_and_rule(pd.DataFrame(rows), x="size", measured="dots", rule="line", hue="who", **words)
+    axes = figure.axes[0]
+    figure.canvas.draw()
+    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    plots.plt.close(figure)
+    assert set(boxes) == {"a", "b", "c", "d", "ceiling"}
+    names = sorted((boxes[who] for who in "abcd"), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(names))
+    assert all(box.x0 >= axes.bbox.x1 for box in names), "a name lies over the data"
+    colors = [line.get_color() for line in axes.lines[:8]]
+    assert colors[::2] == colors[1::2] and len(set(colors)) == 4
 
 
 # -- data -------------------------------------------------------------------------------------------------------------------
