@@ -72,7 +72,9 @@ def _merge(answer: Callable[..., Any]) -> None:
         result = call(prop, given, "no error", *(x.float() for x in arguments))
         out, lse = _tensors("output and log-sum-exp are returned", given, result, ("output", "lse"))
         expected_out, expected_lse = _state(scores, v)
-        _close("the log-sum-exp is the natural one of all tokens", given, lse, expected_lse, 1e-3 if scale > 1 else 1e-5)
+        _close(
+            "the log-sum-exp is the natural one of all tokens", given, lse, expected_lse, 1e-3 if scale > 1 else 1e-5
+        )
         _close(prop, given, out, expected_out, 1e-3 if scale > 1 else 1e-5)
 
 
@@ -154,7 +156,13 @@ class _Largest(TorchDispatchMode):
 def _backward(answer: Callable[..., Any]) -> None:
     call = Answer(answer)
     generator = torch.Generator().manual_seed(44)
-    for n, d, causal, block in ((8, 4, False, 32), (48, 8, False, 16), (48, 8, True, 16), (70, 8, True, 32), (64, 4, True, 8)):
+    for n, d, causal, block in (
+        (8, 4, False, 32),
+        (48, 8, False, 16),
+        (48, 8, True, 16),
+        (70, 8, True, 32),
+        (64, 4, True, 8),
+    ):
         q, k, v, d_out = (torch.randn(n, d, generator=generator, dtype=torch.float64) for _ in range(4))
         given = f"n={n}, d={d}, causal={causal}, block={block}"
         with torch.enable_grad():
