@@ -497,6 +497,7 @@ def exponent(algorithm, what, values, base):
     return slopes[-1] + correction, abs(correction)
 
 
+# %%
 large = {"n": 2**17, "d": 64, "fast_words": 2**15}
 along = {
     "n": [2**i for i in range(13, 20)],
@@ -622,6 +623,7 @@ split_errors = {n: (split_kv_decode(q, k, v, n)[0].double() - exact).abs().max()
 assert max(split_errors.values()) < 1e-6
 
 
+# %%
 def splits_for(context, tokens_per_split=256):
     return -(-context // tokens_per_split)
 
@@ -782,6 +784,7 @@ def rotate(x):
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+# %%
 pairs = kv_adapter.layer_tensors(cache)
 real = {
     layer: tuple(
@@ -817,6 +820,7 @@ def outliers():
     return torch.randn(shape_) + 10 * torch.randn(shape_) * (torch.rand(shape_) < 0.001)
 
 
+# %%
 fp8 = pd.DataFrame([fp8_row(f"layer {layer}", *real[layer], True) for layer in layers])
 fp8_gain = paired_ratio(fp8["one scale"].tolist(), fp8["both"].tolist(), seed=SEED)
 rotation_gain = paired_ratio(fp8["one scale"].tolist(), fp8["rotated"].tolist(), seed=SEED)
@@ -1164,6 +1168,7 @@ def kernel_row(kind, n_q_heads, n_kv_heads, n_q, n_k, d, causal):
     return {"case": name, "dtype": str(kind).removeprefix("torch."), "error": (out.double() - exact).abs().max().item()}
 
 
+# %%
 not_here = "not run here: Triton has no wheel for this system" if triton is None else ""
 rows = [] if not_here else [kernel_row(kind, *case) for kind in kinds for case in kernel_cases]
 kernel_errors = pd.DataFrame(rows, columns=["case", "dtype", "error"])
@@ -1241,6 +1246,7 @@ def time_row(n):
     }
 
 
+# %%
 times = pd.DataFrame([time_row(n) for n in lengths])
 run.measured("math_over_flash_time", times["ratio"].iloc[-1])
 run.measured("math_over_flash_peak_memory", peaks["math / flash"].iloc[-1])
@@ -1271,22 +1277,22 @@ run.figure(figure, "sdpa_ratios", both, n=run.profile.repeats)
 # effect of this machine, caches and all. On a CPU it is **no evidence** for a number that was measured on a GPU, nor the
 # other way round: there the slow memory is HBM and the fast one is 100 to 200 KB that the programmer fills by hand.
 #
-# ### On a GPU: our kernel, SDPA and the libraries
+# ### On a GPU: our kernels, SDPA and the libraries
 #
-# The next cell is the same on every machine. Where there is a GPU it adds our Triton kernel, and flash-attn and
-# flashinfer where they are installed and the GPU can run them. Each program gets its rate, its share of the measured
-# roof, and a paired ratio to SDPA's flash kernel.
+# The next cells are the same on every machine. Where there is a GPU they add our Triton kernels, and flash-attn and
+# flashinfer where they are installed and the GPU can run them (which is asked of the GPU first: a package that imports
+# is not a kernel that runs). Inputs are laid out for each program outside the clock.
 
 # %%
 roof = measure_roofline(run.dtype, device)
-sm80 = device == "cuda" and run.hardware.capabilities["flash_attention_2"].available
 missing = []
 
 
 def library(package, module):
     """The imported library, or None with a note of why it is not run here."""
-    if not sm80:
-        missing.append(f"{package}: {run.hardware.capabilities['flash_attention_2'].reason}")
+    ability = run.hardware.capabilities["flash_attention_2"]
+    if device != "cuda" or not ability.available:
+        missing.append(f"{package}: {ability.reason}")
     elif not package_version(package):
         missing.append(f"{package} is not installed")
     else:
@@ -1295,83 +1301,108 @@ def library(package, module):
 
 
 flash_attn, flashinfer = library("flash-attn", "flash_attn"), library("flashinfer-python", "flashinfer")
-programs = {f"SDPA {name}": lambda q, k, v, name=name: sdpa(name, q, k, v) for name in BACKENDS}
-if device == "cuda":
-    programs["ours (Triton)"] = lambda q, k, v: triton_prefill(q[0], k[0], v[0])[0]
-if flash_attn:
-    programs["flash-attn"] = lambda q, k, v: flash_attn.flash_attn_func(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=True
-    )
-if flashinfer:
-    programs["flashinfer"] = lambda q, k, v: flashinfer.single_prefill_with_kv_cache(
-        *(x[0].transpose(0, 1).contiguous() for x in (q, k, v)), causal=True
-    )
+programs = [f"SDPA {name}" for name in BACKENDS] + ["ours (Triton)"] * (device == "cuda" and triton is not None)
+programs += ["flash-attn"] * bool(flash_attn) + ["flashinfer"] * bool(flashinfer)
 print("not run here: " + "; ".join(missing) if missing else "all programs run")
 
 
 # %%
-def program_row(name, call, n, n_heads=8):
-    """Rate, share of the roof and paired ratio of one program for causal self-attention over n tokens."""
-    q = inputs(n, n_heads=n_heads)
-    ratio, _, seconds = time_pairs(lambda: programs["SDPA flash"](*q), lambda: call(*q))
-    flops, n_bytes = 4 * n * n * 64 * n_heads / 2, 4 * n * 64 * n_heads * q[0].element_size()
-    reached = roof.attainable(flops / n_bytes)
-    return {
-        "program": name,
-        "N": n,
-        "TFLOP/s": flops / seconds / 1e12,
-        "% of the roof": 100 * flops / seconds / reached,
-        "GB/s of q, k, v, out": n_bytes / seconds / 1e9,
-        "times faster than SDPA flash": str(ratio),
-    }
+def prepared(program, q, k, v):
+    """A call of one program for one sequence ``[1, n_heads, n, d]``, and where its output holds the last query's row.
 
+    A prefill where q is as long as k, else a decode step.
+    """
+    causal, n = q.shape[2] == k.shape[2], k.shape[2]
+    by_token = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # [n, n_heads, d]
+    if program.startswith("SDPA"):
+        return lambda: sdpa(program.split()[1], q, k, v, causal), lambda out: out[0, :, -1]
+    if program == "flash-attn":
+        return lambda: flash_attn.flash_attn_func(*(x[None] for x in by_token), causal=causal), lambda out: out[0, -1]
+    if program == "flashinfer" and causal:
+        return lambda: flashinfer.single_prefill_with_kv_cache(*by_token, causal=True), lambda out: out[-1]
+    if program == "flashinfer":
+        return lambda: flashinfer.single_decode_with_kv_cache(by_token[0][0], *by_token[1:]), lambda out: out
+    if causal:
+        return lambda: triton_prefill(q[0], k[0], v[0])[0], lambda out: out[:, -1]
+    table, length = (
+        torch.full(size, value, dtype=torch.int32, device=device) for size, value in (((1, 1), 0), ((1,), n))
+    )
+    return lambda: triton_decode(*by_token, table, length, n, n_splits=splits_for(n))[0], lambda out: out[0]
 
-program_table = pd.DataFrame([program_row(name, call, n) for n in lengths[2:4] for name, call in programs.items()])
-program_table.round(3)
 
 # %% [markdown]
-# FlashInfer's own paged, ragged and shared-prefix calls, held against ours. Its log-sum-exp has base 2, FlashAttention's
-# base e: merging one with the other without conversion is a quiet error (exercise 04.1).
+# Each program gets its error against fp64 on the last query (no speed without quality), its rates, its share of the
+# measured roof, and a paired ratio to SDPA's flash kernel.
 
 
 # %%
+def program_row(program, n_q, n_k, n_heads=8):
+    """One program on one shape; intensity is counted from q, k, v and the output."""
+    q, k, v = inputs(n_q, n_k, n_heads=n_heads)
+    (call, last_row), (base_call, _) = prepared(program, q, k, v), prepared("SDPA flash", q, k, v)
+    exact = dense_attention(q[0, :, -1:].double(), k[0].double(), v[0].double())[0][:, 0]
+    error = (last_row(call()).double() - exact).abs().max().item()
+    ratio, _, seconds = time_pairs(base_call, call)
+    flops = 4 * n_q * n_k * 64 * n_heads / (2 if n_q == n_k else 1)
+    n_bytes = 2 * (n_q + n_k) * 64 * n_heads * q.element_size()
+    share = flops / seconds / roof.attainable(flops / n_bytes)
+    call_name = f"prefill, {n_q}" if n_q == n_k else f"decode, {n_k}"
+    row = [call_name, program, f"{error:.0e}", flops / seconds / 1e12, n_bytes / seconds / 1e9, 100 * share, str(ratio)]
+    return dict(
+        zip(("call", "program", "error", "TFLOP/s", "GB/s", "% of roof", "SDPA flash / program"), row, strict=True)
+    )
+
+
+calls = [(lengths[2], lengths[2]), (lengths[3], lengths[3]), (1, lengths[4])]
+pd.DataFrame([program_row(program, *call) for call in calls for program in programs]).round(3)
+
+# %% [markdown]
+# FlashInfer's own paged, ragged and shared-prefix calls, held against dense attention and against themselves. Its
+# log-sum-exp has base 2, FlashAttention's base e: merging one with the other without conversion is a quiet error
+# (exercise 04.1).
+
+
+# %%
+def on_device(numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
 def flashinfer_paged():
     """Largest difference of FlashInfer's paged decode from the dense reference."""
-    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
-    used = [n for n in map(len, lists)]
-    indptr = torch.tensor([0, *torch.tensor(used).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    indices = torch.tensor([b for t in lists for b in t], dtype=torch.int32, device=device)
-    last = torch.tensor([(n - 1) % block_size + 1 for n in lengths_.tolist()], dtype=torch.int32, device=device)
-    wrapper.plan(
-        indptr,
-        indices,
-        last,
-        shape.n_q_heads,
-        shape.n_kv_heads,
-        shape.head_dim,
-        block_size,
-        q_data_type=dtype,
-        kv_data_type=dtype,
-    )
-    pages = tuple(
-        x[0].view(64, block_size, shape.n_kv_heads, shape.head_dim).to(device, dtype) for x in (pool.keys, pool.values)
-    )
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device=device), "NHD")
+    ends = torch.tensor([0, *map(len, lists)]).cumsum(0).tolist()
+    last = [(n - 1) % block_size + 1 for n in lengths_.tolist()]
+    sizes = shape.n_q_heads, shape.n_kv_heads, shape.head_dim, block_size
+    indices = [block for table in lists for block in table]
+    wrapper.plan(*map(on_device, (ends, indices, last)), *sizes, q_data_type=dtype, kv_data_type=dtype)
+    pages = tuple(x[0].view(64, block_size, *x.shape[2:]).to(device, dtype) for x in (pool.keys, pool.values))
     return (wrapper.run(q_step.to(device, dtype), pages).double().cpu() - dense).abs().max().item()
 
 
+def flashinfer_ragged(parts=(100, 37, 64)):
+    """Largest difference of FlashInfer's ragged prefill from dense attention over each sequence."""
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(2**27, dtype=torch.uint8, device=device), "NHD"
+    )
+    ends = on_device([0, *torch.tensor(parts).cumsum(0).tolist()])
+    wrapper.plan(ends, ends, shape.n_q_heads, shape.n_kv_heads, shape.head_dim, causal=True, q_data_type=dtype)
+    rows = [[x[:, :n].transpose(0, 1) for x in real[layer]] for n in parts]
+    got = wrapper.run(*(torch.cat(x).to(device, dtype).contiguous() for x in zip(*rows, strict=True)))
+    exact = torch.cat([dense_attention(*(x[:, :n].double() for x in real[layer]))[0].transpose(0, 1) for n in parts])
+    return (got.double().cpu() - exact).abs().max().item()
+
+
+# %%
 def flashinfer_cascade(n=96):
     """Largest difference of FlashInfer's merge of two parts from its own attention over the whole."""
     q, k, v = (x.transpose(0, 1).to(device, dtype).contiguous() for x in real[layer])
-    parts = [
-        flashinfer.single_prefill_with_kv_cache(q[-4:], k[s], v[s], return_lse=True) for s in (slice(n), slice(n, None))
-    ]
-    whole = flashinfer.single_prefill_with_kv_cache(q[-4:], k, v)
-    return (flashinfer.merge_state(*parts[0], *parts[1])[0].float() - whole.float()).abs().max().item()
+    attend = flashinfer.single_prefill_with_kv_cache
+    first, second = (attend(q[-4:], k[s], v[s], return_lse=True) for s in (slice(n), slice(n, None)))
+    return (flashinfer.merge_state(*first, *second)[0].float() - attend(q[-4:], k, v).float()).abs().max().item()
 
 
 if flashinfer:
-    print(f"paged: {flashinfer_paged():.1e}, cascade: {flashinfer_cascade():.1e}")
+    print(f"paged {flashinfer_paged():.1e}, ragged {flashinfer_ragged():.1e}, cascade {flashinfer_cascade():.1e}")
 else:
     print("not run here: " + next(m for m in missing if m.startswith("flashinfer")))
 
@@ -1396,6 +1427,7 @@ def point(label, kernel, n_q, n_k, batch, causal):
     return {"label": label, "intensity": flops / n_bytes, "flops": flops / seconds}
 
 
+# %%
 points = pd.DataFrame(
     [
         *(point(f"prefill, {kernel}", kernel, 1024, 1024, 1, True) for kernel in BACKENDS),
@@ -1435,6 +1467,7 @@ def soft_cap(score, batch, head, q_index, kv_index):
     return 50 * torch.tanh(score / 50)
 
 
+# %%
 can_compile = device == "cuda" or shutil.which("g++") is not None
 q = inputs(1024)
 begun = time.perf_counter()

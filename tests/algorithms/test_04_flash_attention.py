@@ -622,7 +622,7 @@ WRONG = [
     ("04.4", _no_scale, "dk equals autograd's"),
     ("04.5", _fills_processors, "merge"),
     ("04.5", _ignores_the_merge, "merge"),
-    ("04.5", _no_limit, "as many splits as blocks"),
+    ("04.5", _no_limit, "merge"),
 ]
 
 
