@@ -1211,7 +1211,7 @@ dense = torch.stack(
 )
 placed = [x.to(device) for x in (q_step, pool.keys[0], pool.values[0], tables, lengths_)]
 paged_errors = {}
-for n_splits in (1, 3, 8) if not not_here else ():
+for n_splits in (1, 4) if not not_here else ():
     got, _ = triton_decode(*placed, block_size, n_splits, block_n=32)
     paged_errors[n_splits] = (got.double().cpu() - dense).abs().max().item()
 scale_v = v_real.abs().max().item()
@@ -1354,7 +1354,7 @@ def program_row(program, n_q, n_k, n_heads=8):
     )
 
 
-calls = [(lengths[2], lengths[2]), (lengths[3], lengths[3]), (1, lengths[4])]
+calls = [(lengths[2], lengths[2]), (1, lengths[4])]
 pd.DataFrame([program_row(program, *call) for call in calls for program in programs]).round(3)
 
 # %% [markdown]
@@ -1534,44 +1534,56 @@ else:
 from helpers.engines.transformers_engine import TransformersEngine
 from helpers.workload import Request, Workload
 
-n_prompt, n_answer = (3 * run.profile.max_model_len) // 4, 4
-text = corpora.prose_ids(tokenizer, "evaluation", n_prompt + 600)
-long_prompts = [text[start : start + n_prompt] for start in (0, 200, 400)]
+n_prompt, n_answer = run.profile.max_model_len // 2, 4
+text = corpora.prose_ids(tokenizer, "evaluation", n_prompt + 600).tolist()
 requests = tuple(
-    Request(request_id=f"r{i}", prompt_ids=tuple(p.tolist()), max_tokens=n_answer) for i, p in enumerate(long_prompts)
+    Request(request_id=f"r{i}", prompt_ids=tuple(text[start : start + n_prompt]), max_tokens=n_answer)
+    for i, start in enumerate((0, 200, 400))
 )
 workload = Workload(
     name="three long prompts", requests=requests, seed=SEED, cache="any", note="nothing caches prefixes"
 )
-reference = [
-    kv_adapter.decode_greedy(model, kv_adapter.new_cache("dynamic", model.config), p, n_answer)[0] for p in long_prompts
-]
 
+
+def run_with(attention):
+    """The workload on Transformers with one kind of attention."""
+    options = dict(dtype=run.dtype, device=device, max_model_len=run.profile.max_model_len)
+    with TransformersEngine(run.profile.model, attention=attention, **options) as engine:
+        return engine.run(workload, warmup=1)
+
+
+records = {"eager attention": run_with("eager"), "SDPA (flash)": run_with("sdpa")}
+
+# %% [markdown]
+# The eager program's own tokens are the reference for quality, so its score is one by definition; what counts is the
+# other's.
 
 # %%
-def attention_card(name, attention):
-    engine = TransformersEngine(
-        run.profile.model, dtype=run.dtype, device=device, attention=attention, max_model_len=run.profile.max_model_len
+outputs = {name: [trace.output_ids for trace in record.traces] for name, record in records.items()}
+protocol = f"held against eager attention, {n_answer} tokens each"
+formula = models.kv_bytes(model.config, n_prompt + n_answer - 1, 1, run.dtype)
+eager, fused = (
+    run.card(
+        make_card(
+            name,
+            record,
+            [quality.greedy_agreement(outputs["eager attention"], outputs[name], protocol)],
+            kv_formula=formula,
+            seed=SEED,
+        )
     )
-    with engine as e:
-        record = e.run(workload, warmup=1)
-    outputs = [trace.output_ids for trace in record.traces]
-    judged = quality.greedy_agreement(
-        reference, outputs, f"held against the model in this process, {n_answer} tokens each"
-    )
-    formula = models.kv_bytes(model.config, n_prompt + n_answer - 1, 1, run.dtype)
-    return run.card(make_card(name, record, [judged], kv_formula=formula, seed=SEED))
-
-
-eager, fused = attention_card("eager attention", "eager"), attention_card("SDPA (flash)", "sdpa")
+    for name, record in records.items()
+)
 run.cards()
 
 # %%
 eager.compare(fused).frame()
 
 # %% [markdown]
-# Look at the TTFT and at *other* memory, where the tables lived. Tokens are the same. TPOT should hardly move: see the
-# control.
+# Look at the TTFT and at *other* memory, where the tables lived. If the TPOT falls as well, it is not for the table's
+# sake: a decode step has a table of one row (see the control). Transformers' eager code also copies keys and values once
+# for each *query* head, as our dense reference does, and a fused kernel need not. One variable was changed, and two
+# things changed with it.
 
 # %% [markdown]
 # ## A control that should not help
@@ -1706,7 +1718,7 @@ run.claim(
 run.claim(
     "flashinfer-paged-ragged",
     all(error <= 2e-6 * max(1.0, scale_v) for error in paged_errors.values()) if paged_errors else None,
-    "error " + ", ".join(f"{e:.0e}" for e in paged_errors.values()) + " against dense attention, 1, 3 and 8 splits",
+    "error " + ", ".join(f"{e:.0e}" for e in paged_errors.values()) + " against dense attention, 1 and 4 splits",
     reason=not_here,
 )
 run.claim(
