@@ -207,12 +207,13 @@ def _splits(answer: Callable[..., Any]) -> None:
         ("one token, one split", 1, 64, 1, 108, 0.0),
         ("one split needs no merge", 128, 64, 1, 2, 0.6),
     ]
-    for prop, *arguments in cases:
-        names = ("n_tokens", "block_n", "n_units", "n_processors", "merge_cost")
+    names = ("n_tokens", "block_n", "n_units", "n_processors", "merge_cost")
+    for prop, *numbers in cases:
+        given = ", ".join(f"{name}={value}" for name, value in zip(names, numbers, strict=True))
+        expected = _best_splits(*numbers)  # type: ignore[arg-type]
+        expect_equal(prop, given, call(prop, given, expected, *numbers), expected)
+    prop = "the modelled time is the least of all"
+    for arguments in itertools.product((63, 500, 1111), (16, 64), (1, 9, 32), (4, 108), (0.0, 0.3, 2.0)):
         given = ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
         expected = _best_splits(*arguments)
         expect_equal(prop, given, call(prop, given, expected, *arguments), expected)
-    prop = "the modelled time is the least of all"
-    for arguments in itertools.product((63, 500, 1111), (16, 64), (1, 9, 32), (4, 108), (0.0, 0.3, 2.0)):
-        expected = _best_splits(*arguments)
-        expect_equal(prop, str(arguments), call(prop, str(arguments), expected, *arguments), expected)

@@ -3,10 +3,10 @@
 #
 # **Why is an exact algorithm that does *more* arithmetic the faster one?**
 #
-# Attention over $N$ tokens fills an $N \times N$ table of scores, reads it again to normalise it, and reads it once more
-# to mix the values. The arithmetic is not what hurts. The table is: it travels to slow memory and back. FlashAttention
-# never writes it down. That needs one trick with the softmax and a good deal of care, and both fit into this notebook,
-# down to a Triton kernel.
+# Attention over $N$ tokens fills an $N \times N$ table of scores, reads it again to normalise it, and reads it once
+# more to mix the values. The arithmetic is not what hurts. The table is: it travels to slow memory and back.
+# FlashAttention never writes it down. That needs one trick with the softmax and a good deal of care, and both fit into
+# this notebook, down to a Triton kernel.
 #
 # | paper or system | year, venue | maturity | what we take from it |
 # | --- | --- | --- | --- |
@@ -117,9 +117,9 @@ run.predict(
 #
 # $$ o = \frac{\sum_j e^{s_j} v_j}{\sum_j e^{s_j}} . $$
 #
-# Both sums can be taken piece by piece; that is all. But $e^{s}$ overflows, so every library subtracts the largest score
-# first, and the largest is known only at the end. The **online softmax** keeps a running maximum $m$ instead, with the
-# sum $\ell$ and the mix $a$ relative to it. A new tile of scores $s$ with values $V$ changes them to
+# Both sums can be taken piece by piece; that is all. But $e^{s}$ overflows, so every library subtracts the largest
+# score first, and the largest is known only at the end. The **online softmax** keeps a running maximum $m$ instead,
+# with the sum $\ell$ and the mix $a$ relative to it. A new tile of scores $s$ with values $V$ changes them to
 #
 # $$ m' = \max(m, \max s), \quad
 # \ell' = e^{m - m'} \ell + \sum_j e^{s_j - m'}, \quad
@@ -175,10 +175,10 @@ print(f"log of the sum of exponentials, one pass: {highest + math.log(total):.12
 # %% [markdown]
 # ### One tile
 #
-# The same for a whole tile of scores, with the mix of values carried along. A row may have seen nothing yet: its maximum
-# is $-\infty$, and $-\infty - (-\infty)$ is not a number. So the base that we subtract is zero for such a row, and every
-# exponential comes out as zero. Weights are rounded to the values' dtype before the second product, as on tensor cores;
-# sums stay in fp32.
+# The same for a whole tile of scores, with the mix of values carried along. A row may have seen nothing yet: its
+# maximum is $-\infty$, and $-\infty - (-\infty)$ is not a number. So the base that we subtract is zero for such a row,
+# and every exponential comes out as zero. Weights are rounded to the values' dtype before the second product, as on
+# tensor cores; sums stay in fp32.
 
 
 # %% tags=["algorithm"]
@@ -208,11 +208,11 @@ def finish(state):
 # %% [markdown]
 # ### The tiled forward pass
 #
-# The outer loop takes blocks of queries, the inner one walks over blocks of keys. Three things are easily lost here. The
-# last tile may be *ragged*. Under **GQA** several query heads share one KV head, so queries are grouped, and keys are
-# never copied. And a **causal** mask needs to know where the queries stand: as in FlashAttention since version 2.1, they
-# are the *last* of the $n_k$ positions. (PyTorch's `is_causal` aligns them with the *first*; for a square table both
-# agree, for a decode step they do not.)
+# The outer loop takes blocks of queries, the inner one walks over blocks of keys. Three things are easily lost here.
+# The last tile may be *ragged*. Under **GQA** several query heads share one KV head, so queries are grouped, and keys
+# are never copied. And a **causal** mask needs to know where the queries stand: as in FlashAttention since version 2.1,
+# they are the *last* of the $n_k$ positions. (PyTorch's `is_causal` aligns them with the *first*; for a square table
+# both agree, for a decode step they do not.)
 
 
 # %% tags=["algorithm"]
@@ -259,8 +259,8 @@ def dense_attention(q, k, v, causal=True):
 # ### Is it exact?
 #
 # "Exact" is what the paper says, and "bit for bit" is what people hear. We hold three programs against the same
-# attention in fp64, on inputs that were rounded to their dtype first: PyTorch's math kernel, its flash kernel, and ours. The
-# lengths are odd on purpose. The last column asks for identical bits.
+# attention in fp64, on inputs that were rounded to their dtype first: PyTorch's math kernel, its flash kernel, and
+# ours. The lengths are odd on purpose. The last column asks for identical bits.
 
 
 # %%
@@ -306,8 +306,8 @@ pd.DataFrame({"query": range(5), "keys seen": [0, 0, 1, 2, 3], "log-sum-exp of h
 # ### Counting words
 #
 # Now to the reason for all this. The paper's machine has a slow memory that holds everything, and a fast one of $M$
-# words. We build it: every read and write goes through an object that counts words, notes the most that was held in fast
-# memory at once, and counts those operations that are not part of a matrix product.
+# words. We build it: every read and write goes through an object that counts words, notes the most that was held in
+# fast memory at once, and counts those operations that are not part of a matrix product.
 
 
 # %% tags=["algorithm"]
@@ -383,8 +383,9 @@ def flash_1(memory, n, d, fast_words):
 
 
 # %% [markdown]
-# FlashAttention-2 turns the loops round. A block of queries stays in fast memory until it is done; its output is written
-# once, and divided once. No two blocks of queries need anything from each other: each is a unit of work of its own.
+# FlashAttention-2 turns the loops round. A block of queries stays in fast memory until it is done; its output is
+# written once, and divided once. No two blocks of queries need anything from each other: each is a unit of work of its
+# own.
 
 
 # %% tags=["algorithm"]
@@ -448,16 +449,17 @@ instrumented.round(2)
 
 # %% [markdown]
 # Every row has passed two checks: the output is attention, and the count is the formula's. `held / M` says how far the
-# paper's block sizes really fit: they leave the tile of scores out of the sum, so a little more than $M$ may be held. For
-# the theorem that is a constant factor; for a kernel it is a crash, which is why kernels choose blocks by hand.
+# paper's block sizes really fit: they leave the tile of scores out of the sum, so a little more than $M$ may be held.
+# For the theorem that is a constant factor; for a kernel it is a crash, which is why kernels choose blocks by hand.
 #
 # Now the large sizes, from the formula.
 
 # %%
 base = {"n": 4096, "d": 64, "fast_words": 48 * 1024}
+NAMES = {"standard": "standard", "flash_1": "FlashAttention", "flash_2": "FlashAttention-2"}
 by_length = pd.DataFrame(
     [
-        {"N": n, "algorithm": name, "words": words_moved(name, **{**base, "n": n})}
+        {"N": n, "algorithm": NAMES[name], "million words": words_moved(name, **{**base, "n": n}) / 1e6}
         for name in ALGORITHMS
         for n in lengths
     ]
@@ -469,19 +471,19 @@ run.measured("words_saved_by_twice_the_fast_memory", words_moved("flash_1", **ba
 figure = plots.lines(
     by_length,
     x="N",
-    y="words",
+    y="million words",
     hue="algorithm",
     log_x=True,
     log_y=True,
-    title="Words moved for one head (counted, head_dim 64, M = 48 Ki words)",
+    title="Words moved for one head of 64 (counted), M = 48 Ki words",
     xlabel="tokens N",
-    ylabel="words",
+    ylabel="million words",
 )
 run.figure(figure, "words_by_length", by_length)
 
 # %% [markdown]
-# All three lines are straight and parallel: FlashAttention is quadratic in $N$ too. What differs is the constant, and
-# the theorem says which: $\Theta(N^2 d^2 / M)$ against $\Theta(N d + N^2)$. Its exponents can be measured. We double one
+# The lines become parallel: FlashAttention is quadratic in $N$ too. What differs is the constant, and the theorem says
+# which: $\Theta(N^2 d^2 / M)$ against $\Theta(N d + N^2)$. Its exponents can be measured. We double one
 # of $N$, $d$, $M$ at a time and take the slope of each step. Lower-order terms bend the slope a little and fade out
 # step by step, so the limit is extrapolated from the last two slopes; the interval is as wide as that last correction.
 
@@ -523,8 +525,8 @@ assert fits["within"].all()
 fits.round(4)
 
 # %% [markdown]
-# So the words fall with the *size of the fast memory* and grow with the *square of the head's width*. The latter is where
-# it loses: when $d^2$ is no longer small against $M$, the passes over the matrices cost more than the table of
+# So the words fall with the *size of the fast memory* and grow with the *square of the head's width*. The latter is
+# where it loses: when $d^2$ is no longer small against $M$, the passes over the matrices cost more than the table of
 # scores would.
 
 # %%
@@ -596,8 +598,8 @@ units
 # %% [markdown]
 # ### Flash-Decoding: split the keys, merge the parts
 #
-# For one query there is nothing to split but the keys. Each split gives its own output and log-sum-exp; the merge weighs
-# them. It is the identity from above, and it costs one extra number for each row and split.
+# For one query there is nothing to split but the keys. Each split gives its own output and log-sum-exp; the merge
+# weighs them. It is the identity from above, and it costs one extra number for each row and split.
 
 
 # %% tags=["algorithm"]
@@ -647,8 +649,8 @@ decode_units
 # ### FlashInfer's cascade: read a shared prefix once
 #
 # Eight users ask about one long document. Their keys and values begin with the same rows, and with paged memory those
-# rows exist once (notebook 02). A plain kernel still *reads* them once for each user. The cascade puts all users' queries
-# together for the prefix, treats each private rest by itself, and merges. We count rows.
+# rows exist once (notebook 02). A plain kernel still *reads* them once for each user. The cascade puts all users'
+# queries together for the prefix, treats each private rest by itself, and merges. We count rows.
 
 
 # %% tags=["algorithm"]
@@ -704,10 +706,11 @@ Markdown(
 # ### FlashAttention-3: FP8 that survives outliers
 #
 # Half the bits are twice the arithmetic on a Hopper GPU, if the numbers survive. E4M3 keeps three bits of mantissa. One
-# scale for a whole tensor is set by its largest element. FlashAttention-3 changes two things: one scale for each *block*
-# of tokens, and **incoherent processing**: queries and keys are multiplied by the same random orthogonal matrix, which
-# spreads an outlier over all channels. Since $(QR)(KR)^\top = QK^\top$, the scores do not change. The matrix is a
-# Hadamard matrix with random signs. Here it is emulated: values are rounded to E4M3, products are taken in fp32.
+# scale for a whole tensor is set by its largest element. FlashAttention-3 changes two things: one scale for each
+# *block* of tokens, and **incoherent processing**: queries and keys are multiplied by the same random orthogonal
+# matrix, which spreads an outlier over all channels. Since $(QR)(KR)^\top = QK^\top$, the scores do not change. The
+# matrix is a Hadamard matrix with random signs. Here it is emulated: values are rounded to E4M3, products are taken in
+# fp32.
 
 
 # %% tags=["algorithm"]
@@ -754,9 +757,9 @@ def fp8_attention(q, k, v, causal, block=None, rotation=None):
 
 
 # %% [markdown]
-# The queries, keys and values are the real model's, over a page of prose: queries from a hook on the projection, turned by
-# RoPE as the model does; keys and values from its cache. The last lines use the paper's own synthetic inputs, normal, with
-# a normal ten times as wide added to one element in a thousand.
+# The queries, keys and values are the real model's, over a page of prose: queries from a hook on the projection, turned
+# by RoPE as the model does; keys and values from its cache. The last lines use the paper's own synthetic inputs,
+# normal, with a normal ten times as wide added to one element in a thousand.
 
 # %%
 model = models.load_model(run.profile.model, dtype="float32" if device == "cpu" else run.dtype, device=device)
@@ -857,17 +860,17 @@ Markdown(
 )
 
 # %% [markdown]
-# Look for layers below one: there the rotation made things worse. The paper's own ablation says which of the two matters
-# (without rotation its error is back at the baseline's; without blocks it hardly moves). The size of the gain is a
-# property of the inputs: how far the largest element of a tensor stands above the others. A model without strong
+# Look for layers below one: there the rotation made things worse. The paper's own ablation says which of the two
+# matters (without rotation its error is back at the baseline's; without blocks it hardly moves). The size of the gain
+# is a property of the inputs: how far the largest element of a tensor stands above the others. A model without strong
 # outliers in queries and keys gains little.
 #
 # ### FlashAttention-3: asynchrony, as a model
 #
 # A tile needs the tensor cores twice, with a softmax between. On an H100 matrix products run at 989 TFLOP/s in FP16,
 # exponentials at 3.9; with a head of 128 that makes the exponentials cost half as long as both products. In order, the
-# tensor cores wait. FlashAttention-3 lets two groups of warps take turns (*pingpong*). The timeline below is a **model**
-# with exactly that ratio, not a measurement.
+# tensor cores wait. FlashAttention-3 lets two groups of warps take turns (*pingpong*). The timeline below is a
+# **model** with exactly that ratio, not a measurement.
 
 
 # %% tags=["algorithm"]
@@ -898,7 +901,7 @@ busy = {
 }
 bars = pd.DataFrame(
     [
-        {"row": f"{workers} group{'s' * (workers > 1)}: group {r['worker'] + 1}", **r}
+        {"row": "one group" if workers == 1 else f"two groups, no. {r['worker'] + 1}", **r}
         for workers, rows in schedules.items()
         for r in rows
     ]
@@ -920,9 +923,9 @@ Markdown(f"Tensor cores busy (model): **{busy[1]:.0%}** with one group, **{busy[
 # ### A kernel in Triton
 #
 # So far one Python loop did everything. A GPU kernel is the inner loop alone, started once for each unit of work: a
-# *program* knows its number, loads its block of queries and walks over the keys. Triton compiles such a kernel for a GPU.
-# Where there is none, Triton's interpreter runs the very same source on NumPy, which is slow and says nothing about
-# speed, but it finds wrong indices and masks. One cell, two ways to run.
+# *program* knows its number, loads its block of queries and walks over the keys. Triton compiles such a kernel for a
+# GPU. Where there is none, Triton's interpreter runs the very same source on NumPy, which is slow and says nothing
+# about speed, but it finds wrong indices and masks. One cell, two ways to run.
 
 
 # %% tags=["algorithm"]
@@ -978,9 +981,9 @@ def absorb_tile(q, k, v, seen, scale, highest, total, mixed, UPCAST: tl.constexp
 
 
 # %% [markdown]
-# A kernel has no slices. It has pointers, offsets and masks. `head_dim` need not be a power of two, but a block must be:
-# channels beyond the head are loaded as zeros and never stored. The same mask guards the ragged last tile. `stop` keeps a
-# causal program from visiting tiles beyond the diagonal.
+# A kernel has no slices. It has pointers, offsets and masks. `head_dim` need not be a power of two, but a block must
+# be: channels beyond the head are loaded as zeros and never stored. The same mask guards the ragged last tile. `stop`
+# keeps a causal program from visiting tiles beyond the diagonal.
 
 
 # %% tags=["algorithm"]
@@ -1143,8 +1146,8 @@ if INTERPRETED:
 
 # %% [markdown]
 # Is the kernel right? Against fp64, in three dtypes, with GQA, ragged tiles, a head of 80 channels and queries that
-# stand at the end of a longer context. The bounds are those that the course's tests use: 2e-6 in fp32, 4e-3 in fp16, 3e-2 in
-# bf16, absolute.
+# stand at the end of a longer context. The bounds are those that the course's tests use: 2e-6 in fp32, 4e-3 in fp16,
+# 3e-2 in bf16, absolute.
 
 # %%
 BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -1179,8 +1182,8 @@ kernel_errors.pivot(index="case", columns="dtype", values="error").map("{:.0e}".
 
 # %% [markdown]
 # Now the decode kernel, over the block manager of notebook 02 with real keys and values of the model in its pool. Four
-# sequences of unequal length share a prefix, so their tables name the same blocks. The reference gathers each sequence and
-# uses dense attention.
+# sequences of unequal length share a prefix, so their tables name the same blocks. The reference gathers each sequence
+# and uses dense attention.
 
 # %%
 from helpers.paged_kv import BlockManager, PagedKVCache
@@ -1273,9 +1276,10 @@ figure = plots.lines(
 run.figure(figure, "sdpa_ratios", both, n=run.profile.repeats)
 
 # %% [markdown]
-# The memory ratio is a straight line through four octaves: quadratic over linear is linear. The time ratio is a real
-# effect of this machine, caches and all. On a CPU it is **no evidence** for a number that was measured on a GPU, nor the
-# other way round: there the slow memory is HBM and the fast one is 100 to 200 KB that the programmer fills by hand.
+# Quadratic over linear is linear, so memory should be a line of slope one, give or take the kernel's own buffers; the
+# claims below judge that slope. The time ratio is a real effect of this machine, caches and all. On a CPU it is **no
+# evidence** for a number that was measured on a GPU, nor the other way round: there the slow memory is HBM and the fast
+# one is 100 to 200 KB that the programmer fills by hand.
 #
 # ### On a GPU: our kernels, SDPA and the libraries
 #
@@ -1332,8 +1336,8 @@ def prepared(program, q, k, v):
 
 # %% [markdown]
 # Each program gets its error against fp64 on the last query (no speed without quality), its rates, its share of the
-# measured roof, and a paired ratio to SDPA's flash kernel. That kernel is also held against itself: how far such a row is
-# from one shows the noise of all the others.
+# measured roof, and a paired ratio to SDPA's flash kernel. That kernel is also held against itself: how far such a row
+# is from one shows the noise of all the others.
 
 
 # %%
@@ -1410,9 +1414,9 @@ else:
 # %% [markdown]
 # ### Prefill or decode: who gains?
 #
-# Arithmetic intensity decides. A prefill does $4 N^2 d$ operations a head on $4 N d$ elements; a decode step does $4 N d$
-# on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its table of scores, written
-# and read twice. The last point packs four query heads of a KV head into one call, as our decode kernel does.
+# Arithmetic intensity decides. A prefill does $4 N^2 d$ operations a head on $4 N d$ elements; a decode step does $4 N
+# d$ on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its table of scores,
+# written and read twice. The last point packs four query heads of a KV head into one call, as our decode kernel does.
 
 # %%
 context, many = lengths[4], 8
@@ -1441,17 +1445,18 @@ figure = plots.roofline(roof, points, title=f"Attention on this machine's roofli
 run.figure(figure, "roofline", points, n=run.profile.repeats)
 
 # %% [markdown]
-# For a prefill, leaving out the table moves the point to the right, from where bandwidth is the limit to where it is
-# not. For a decode there is no table to leave out: both points stand at one intensity, and no kernel can climb above the
-# slope there. What helps a decode step is fewer bytes for each query: packed heads, a shared prefix, a smaller cache.
-# (Points may stand above the slope where a cache holds what we count as slow memory.)
+# However long the prompt, the math kernel's intensity stays below $d / (2 \cdot \text{bytes per element})$, since its
+# table grows as fast as its work. The flash kernel's grows with $N$. For a decode there is no table to leave out: both
+# points stand at one intensity, and no kernel can climb above the slope there. What helps a decode step is fewer bytes
+# for each query: packed heads, a shared prefix, a smaller cache. (Points may stand above the slope where a cache holds
+# what we count as slow memory.)
 
 # %% [markdown]
 # ### FlexAttention and `torch.compile`
 #
-# A fused kernel is fast until someone wants something else: a soft cap on the scores, say. FlexAttention takes the change
-# as a Python function of one score. Called directly it builds the table, as the math kernel does. `torch.compile` turns
-# it into a fused kernel: what it removes are the intermediates between operations.
+# A fused kernel is fast until someone wants something else: a soft cap on the scores, say. FlexAttention takes the
+# change as a Python function of one score. Called directly it builds the table, as the math kernel does.
+# `torch.compile` turns it into a fused kernel: what it removes are the intermediates between operations.
 
 # %%
 import shutil
@@ -1499,9 +1504,9 @@ pd.DataFrame([flex_row(name, call) for name, call in flex_calls.items()]).round(
 # %% [markdown]
 # ### CUDA graphs
 #
-# A decode step on a GPU is a few hundred kernels of a few microseconds each, and starting one costs about as much. A CUDA
-# graph records them once and replays them with a single start. It removes *launches*, neither bytes nor arithmetic, so it
-# helps decode and not prefill. The cell below measures that where there is a GPU.
+# A decode step on a GPU is a few hundred kernels of a few microseconds each, and starting one costs about as much. A
+# CUDA graph records them once and replays them with a single start. It removes *launches*, neither bytes nor
+# arithmetic, so it helps decode and not prefill. The cell below measures that where there is a GPU.
 
 
 # %%
@@ -1581,9 +1586,9 @@ eager.compare(fused).frame()
 
 # %% [markdown]
 # Look at the TTFT and at *other* memory, where the tables lived. If the TPOT falls as well, it is not for the table's
-# sake: a decode step has a table of one row (see the control). Transformers' eager code also copies keys and values once
-# for each *query* head, as our dense reference does, and a fused kernel need not. One variable was changed, and two
-# things changed with it.
+# sake: a decode step has a table of one row (see the control). Transformers' eager code also copies keys and values
+# once for each *query* head, as our dense reference does, and a fused kernel need not. One variable was changed, and
+# two things changed with it.
 
 # %% [markdown]
 # ## A control that should not help
@@ -1908,9 +1913,10 @@ run.check("04.4", flash_backward)
 # %% [markdown]
 # ### 04.5 How many splits? (research)
 #
-# More splits fill more processors, and each one adds to the merge. Write the rule for a simple cost model. The open part:
-# measure `merge_cost` on a machine of yours with many cores or a GPU (`triton_decode` above takes `n_splits`), and look
-# for contexts and batches where your rule and the clock disagree. What does it miss when lengths in a batch differ?
+# More splits fill more processors, and each one adds to the merge. Write the rule for a simple cost model. The open
+# part: measure `merge_cost` on a machine of yours with many cores or a GPU (`triton_decode` above takes `n_splits`),
+# and look for contexts and batches where your rule and the clock disagree. What does it miss when lengths in a batch
+# differ?
 
 
 # %% tags=["exercise"]
