@@ -801,7 +801,7 @@ real = {
 }
 ours, _ = flash_forward(*real[layers[1]])
 grouped_sdpa = F.scaled_dot_product_attention(*(x[None] for x in real[layers[1]]), is_causal=True, enable_gqa=True)[0]
-assert (ours - grouped_sdpa).abs().max() < 1e-4
+assert (ours - grouped_sdpa).abs().max() < 1e-4 * max(1.0, real[layers[1]][2].abs().max().item())
 {f"layer {layer}": [tuple(x.shape) for x in real[layer]] for layer in layers[:1]}
 
 
@@ -1217,8 +1217,11 @@ paged_errors = {}
 for n_splits in (1, 4) if not not_here else ():
     got, _ = triton_decode(*placed, block_size, n_splits, block_n=32)
     paged_errors[n_splits] = (got.double().cpu() - dense).abs().max().item()
-scale_v = v_real.abs().max().item()
-assert all(error <= 2e-6 * max(1.0, scale_v) for error in paged_errors.values())
+largest_score = (q_real[:: q_real.shape[0] // k_real.shape[0]] @ k_real.mT).abs().max().item() / shape.head_dim**0.5
+allowed = (
+    2e-6 * max(1.0, v_real.abs().max().item()) * max(1.0, largest_score / 16)
+)  # fp32 rounds large scores more coarsely
+assert all(error <= allowed for error in paged_errors.values())
 print(f"paged decode kernel, {how}; error by number of splits:", {n: f"{e:.0e}" for n, e in paged_errors.items()})
 
 # %% [markdown]
@@ -1722,8 +1725,10 @@ run.claim(
 )
 run.claim(
     "flashinfer-paged-ragged",
-    all(error <= 2e-6 * max(1.0, scale_v) for error in paged_errors.values()) if paged_errors else None,
-    "error " + ", ".join(f"{e:.0e}" for e in paged_errors.values()) + " against dense attention, 1 and 4 splits",
+    all(error <= allowed for error in paged_errors.values()) if paged_errors else None,
+    "error "
+    + ", ".join(f"{e:.0e}" for e in paged_errors.values())
+    + f" (bound {allowed:.0e}) against dense attention, 1 and 4 splits",
     reason=not_here,
 )
 run.claim(
