@@ -351,8 +351,8 @@ def standard_attention(memory):
 
 # %% [markdown]
 # FlashAttention, the paper's Algorithm 1. Blocks of keys are in the *outer* loop, and the output of every query block
-# goes out and comes back once for each of them, divided anew each time. Blocks have $\lceil M/4d \rceil$ rows, so
-# that four of them fit (and $d$ rows at most for queries).
+# goes out and comes back once for each of them, divided anew each time. The outer blocks have $\lceil M/4d \rceil$ rows,
+# so that four such blocks fit; the inner ones have $d$ rows at most.
 
 
 # %% tags=["algorithm"]
@@ -391,12 +391,13 @@ def flash_1(memory, n, d, fast_words):
 # %% tags=["algorithm"]
 def flash_2(memory, n, d, fast_words):
     """FlashAttention-2's forward pass (2023), one head, no mask: queries outside, keys inside."""
-    size = -(-fast_words // (4 * d))
+    block_q = -(-fast_words // (4 * d))
+    block_k = min(block_q, d)
     memory.tensors.update(o=torch.empty(n, d), lse=torch.empty(n))
-    for rows in blocks(n, size):
+    for rows in blocks(n, block_q):
         q = memory.read("q", rows)
         state = fresh(q.shape[:1], d, q.dtype, q.device)
-        for columns in blocks(n, size):
+        for columns in blocks(n, block_k):
             k, v = memory.read("k", columns), memory.read("v", columns)
             scores = q @ k.T / d**0.5
             memory.hold(k, v, q, state[2], scores)
@@ -1387,6 +1388,7 @@ def flashinfer_paged():
     return (wrapper.run(q_step.to(device, dtype), pages).double().cpu() - dense).abs().max().item()
 
 
+# %%
 def flashinfer_ragged(parts=(100, 37, 64)):
     """Largest difference of FlashInfer's ragged prefill from dense attention over each sequence."""
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(

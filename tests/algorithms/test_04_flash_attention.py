@@ -260,7 +260,10 @@ def check_counts(nb, n, d, tiles):
         passes = math.ceil(n / math.ceil(fast_words / (4 * d)))
         divisions = {"standard": n * n, "flash_1": n * d * passes, "flash_2": n * d}
         assert memory.operations["divisions"] == divisions[algorithm]
-        assert memory.operations["rescales"] == (0 if algorithm == "standard" else n * d * passes)
+        tiles_of_keys = math.ceil(n / min(math.ceil(fast_words / (4 * d)), d))
+        rescales = {"standard": 0, "flash_1": n * d * passes, "flash_2": n * d * tiles_of_keys}
+        assert memory.operations["rescales"] == rescales[algorithm]
+        assert memory.most_held <= 1.25 * fast_words + 4 * d * d or algorithm == "standard"
 
 
 @settings(max_examples=25, deadline=None)
