@@ -1148,11 +1148,11 @@ if INTERPRETED:
 
 # %% [markdown]
 # Is the kernel right? Against fp64, in three dtypes, with GQA, ragged tiles, a head of 80 channels and queries that
-# stand at the end of a longer context. The bounds are those that the course's tests use: 2e-6 in fp32, 4e-3 in fp16,
+# stand at the end of a longer context. The bounds are those that the course's tests use: 5e-6 in fp32, 4e-3 in fp16,
 # 3e-2 in bf16, absolute.
 
 # %%
-BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BOUNDS = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 kernel_cases = [
     (2, 1, 130, 130, 64, True),
     (2, 1, 65, 65, 80, False),

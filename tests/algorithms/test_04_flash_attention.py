@@ -21,7 +21,7 @@ from helpers.paged_kv import BlockManager, PagedKVCache
 from helpers.paths import SOURCES
 
 NAME = "04_flash_attention"
-BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BOUNDS = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest absolute error for inputs of unit variance; 16-bit outputs are rounded to 11 or 8 bits, and weights before them."""
 
 
