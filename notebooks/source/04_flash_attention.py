@@ -1547,7 +1547,7 @@ else:
 from helpers.engines.transformers_engine import TransformersEngine
 from helpers.workload import Request, Workload
 
-n_prompt, n_answer = 3 * run.profile.max_model_len // 8, 4
+n_prompt, n_answer = run.profile.max_model_len // 2, 4
 text = corpora.prose_ids(tokenizer, "evaluation", n_prompt + 600).tolist()
 requests = tuple(
     Request(request_id=f"r{i}", prompt_ids=tuple(text[start : start + n_prompt]), max_tokens=n_answer)
