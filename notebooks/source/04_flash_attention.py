@@ -727,21 +727,12 @@ def random_hadamard(size, generator):
 
 def to_fp8(x, block=None):
     """Round ``[n_heads, n, d]`` to E4M3 and back, with one scale for the tensor, or for each head and `block` tokens."""
-    if block is None:
-        scale = x.abs().amax() / 448
-    else:
-        scale = (
-            torch.cat(
-                [
-                    x[:, s].abs().amax(dim=(1, 2), keepdim=True).expand(-1, s.stop - s.start, 1)
-                    for s in blocks(x.shape[1], block)
-                ],
-                dim=1,
-            )
-            / 448
-        )
-    scale = scale.clamp_min(1e-30)
-    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+    rounded = torch.empty_like(x)
+    for part in blocks(x.shape[1], block or x.shape[1]):
+        largest = x[:, part].abs().amax(dim=(1, 2) if block else (0, 1, 2), keepdim=True)
+        scale = (largest / 448).clamp_min(1e-30)  # 448 is the format's largest number
+        rounded[:, part] = (x[:, part] / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+    return rounded
 
 
 def fp8_attention(q, k, v, causal, block=None, rotation=None):
@@ -931,6 +922,7 @@ Markdown(f"Tensor cores busy (model): **{busy[1]:.0%}** with one group, **{busy[
 
 
 # %% tags=["algorithm"]
+import contextlib
 import importlib
 import os
 import types
@@ -945,9 +937,8 @@ try:
     if INTERPRETED:  # some other library may have imported Triton before the variable was set
         importlib.reload(tl.standard)
         importlib.reload(tl)
-        importlib.import_module(
-            "triton.experimental.gluon"
-        )  # else loaded by the first start, and it looks at the variable
+        with contextlib.suppress(ImportError):  # else a first start loads it, and it looks for the variable in vain
+            import triton.experimental.gluon
 except ImportError:  # no Triton for this system: the kernels below are defined, and cannot be started
     triton, tl = None, types.SimpleNamespace(constexpr=None)
 
