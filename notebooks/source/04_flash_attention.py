@@ -1413,9 +1413,10 @@ else:
 # %% [markdown]
 # ### Prefill or decode: who gains?
 #
-# Arithmetic intensity decides. A prefill does $4 N^2 d$ operations a head on $4 N d$ elements; a decode step does $4 N
-# d$ on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its table of scores,
-# written and read twice. The last point packs four query heads of a KV head into one call, as our decode kernel does.
+# Arithmetic intensity decides. For one head, a prefill does $4 N^2 d$ operations on $4 N d$ elements, and a decode step
+# $4 N d$ on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its table of
+# scores, written and read twice. The last point packs four query heads of a KV head into one call, as our decode kernel
+# does.
 
 # %%
 context, many = lengths[4], 8
