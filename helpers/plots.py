@@ -243,6 +243,23 @@ def roofline(roof: Roofline, points: pd.DataFrame, *, title: str) -> Figure:
     return figure
 
 
+def gantt(frame: pd.DataFrame, *, title: str, xlabel: str) -> Figure:
+    """Bars over time: columns ``row`` (one line of the figure for each value), ``unit`` (a colour), ``start`` and ``stop``."""
+    names, units = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["unit"]))
+    figure, axes = plt.subplots(figsize=(WIDTH, 1.1 + 0.42 * len(names)))
+    for index, unit in enumerate(units):
+        part = frame[frame["unit"] == unit]
+        places = [names.index(row) for row in part["row"]]
+        widths = part["stop"] - part["start"]
+        axes.barh(places, widths, left=part["start"], height=0.6, color=PALETTE[index], edgecolor="white", label=unit)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=xlabel, ylabel="")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
 def request_timeline(traces: Sequence[StreamTrace], *, title: str, labels: Sequence[str] | None = None) -> Figure:
     """Each request as a row: waiting from schedule to sending, then to the first token, then its chunks as ticks."""
     figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.42 * len(traces)))
