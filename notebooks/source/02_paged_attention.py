@@ -1442,7 +1442,7 @@ run.claim(
     if seen
     else None,
     f"preemptions: {preemptions['edge']} with {fits + 1} requests, {preemptions['edge, one fewer']} with {fits}; "
-    f"outputs identical: {same_after_preemption.value:.0%}; counted, its recomputation not watched"
+    f"outputs identical: {same_after_preemption.value:.0%}; the recomputation itself is not watched"
     if seen
     else "",
     reason=why,
