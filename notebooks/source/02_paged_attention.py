@@ -442,7 +442,8 @@ class ContiguousPool:
 # %% [markdown]
 # The paged rule fits the same four methods. It also serves for vAttention, which the next section explains: there the
 # hardware's pages play the blocks, and a page of so many bytes is a block of so many tokens. A hundredth of the pool is kept
-# in hand when requests enter, as vLLM's first versions did; today that is an option.
+# in hand when requests enter, as vLLM's first versions did; today that is an option, off
+# by default.
 
 
 # %% tags=["algorithm"]
