@@ -35,8 +35,8 @@ run
 # ## What fails without it
 #
 # A chat server does not know how long an answer will be. The safe plan is to set aside the model's whole context for
-# each request. Transformers' static cache does just that, so let us take a handful of real prompts, answer them, and
-# ask how much of the memory was ever written.
+# each request. Transformers' static cache does just that. Let us read a handful of real prompts into one, and hold its
+# bytes against what each prompt and an answer of 48 tokens would need.
 
 # %%
 import numpy as np
@@ -63,23 +63,24 @@ shape = models.kv_shape(model.config)
 
 
 # %%
-def reserved_and_used(prompt, n_answer=48):
-    """Bytes that a static cache holds for one chat turn, and bytes that its tokens need."""
+def reserved_and_needed(prompt, n_answer=48):
+    """Bytes that a static cache holds for one chat turn (measured), and bytes that its tokens need (by formula)."""
     ids = corpora.chat_ids(tokenizer, prompt.text)
     held = kv_adapter.new_cache("static", model.config, max_cache_len=max_len)
     model(torch.tensor(ids, device=device)[None], past_key_values=held, logits_to_keep=1)
     return kv_adapter.cache_bytes(held), models.kv_bytes(model.config, len(ids) + n_answer, 1, dtype)
 
 
-turns = pd.DataFrame([reserved_and_used(p) for p in corpora.chat_prompts()[:6]], columns=["reserved", "used"])
-share = turns["used"].sum() / turns["reserved"].sum()
+turns = pd.DataFrame([reserved_and_needed(p) for p in corpora.chat_prompts()[:6]], columns=["reserved", "needed"])
+share = turns["needed"].sum() / turns["reserved"].sum()
 Markdown(
-    f"Reserved {show_bytes(turns['reserved'].sum())}, used {show_bytes(turns['used'].sum())} after answers of 48 tokens: "
+    f"Reserved {show_bytes(turns['reserved'].sum())}, needed {show_bytes(turns['needed'].sum())} for answers of 48 tokens: "
     f"**{share:.0%}**."
 )
 
 # %% [markdown]
-# The rest cannot be lent to anyone. A server of this kind turns away requests while its memory is nearly empty.
+# The rest cannot be lent to anyone. A server of this kind turns away requests while memory that nobody will write stands
+# reserved.
 
 # %% [markdown]
 # ## Predict
@@ -88,7 +89,7 @@ Markdown(
 
 # %% tags=["predict"]
 run.predict(
-    percent_used_with_reserved_maximum=25,  # of the pool, in a replay of a real serving trace
+    percent_used_with_reserved_maximum=25,  # of the pool, in a replay of lengths like a real serving trace's
     percent_used_paged=99,  # the same, blocks of 16 tokens
     requests_at_once_paged_over_reserved=3,  # how many times more requests run at once
     percent_of_blocks_saved_by_four_samples=75,  # four samples of one prompt that is longer than its answers
@@ -105,8 +106,9 @@ run.predict(
 # $$\text{slot}(p) = t[\lfloor p / B \rfloor] \cdot B + (p \bmod B) .$$
 #
 # Keys and values of one layer are then one tensor each, `[n_slots, n_kv_heads, head_dim]`, shared by all sequences. A
-# block is taken when the last one is full, so a sequence wastes at most $B - 1$ slots, and $(B - 1)/2$ on average. No
-# block is larger than another, so no hole is ever too small: external fragmentation is gone.
+# block is taken when the last one is full, so a sequence wastes at most $B - 1$ slots, and $(B - 1)/2$ on average if
+# lengths spread evenly over a block. No block is larger than another, so no hole is ever too small: external
+# fragmentation is gone.
 #
 # A table also makes **sharing** cheap. Two sequences may name the same block. A **reference count** says how many do;
 # a block is free when nobody does. Whoever wants to write into a block that others hold gets a copy first
@@ -183,7 +185,7 @@ def scattered(k, v, block_size, seed=0):
     n = k.shape[1]
     n_blocks = -(-n // block_size)
     table = torch.randperm(2 * n_blocks, generator=torch.Generator().manual_seed(seed))[:n_blocks].tolist()
-    pools = [torch.zeros(2 * n_blocks * block_size, k.shape[0], k.shape[2], dtype=k.dtype) for _ in range(2)]
+    pools = [k.new_zeros(2 * n_blocks * block_size, k.shape[0], k.shape[2]) for _ in range(2)]
     for pool, part in zip(pools, (k, v), strict=True):
         pool[slots_of(table, 0, n, block_size)] = part.transpose(0, 1)
     return *pools, table
@@ -265,6 +267,10 @@ def block_names(token_ids, block_size):
         names.append(parent)
     return names
 
+
+# %% [markdown]
+# Here Python's own `hash` will do. A server needs one that nobody can make collide, or a stranger's keys would answer:
+# `helpers.paged_kv` takes SHA-256.
 
 # %%
 one, other = block_names([1, 2, 3, 4, 5, 6, 7], 2), block_names([9, 2, 3, 4, 5, 6], 2)
@@ -384,9 +390,11 @@ pd.DataFrame([{"fit of": f.name, "requests": f.n_requests, **f.ks_distance} for 
 # (161 tokens in, 338 out), close to the paper's own setting, and *short chat* (Alpaca's means, 19 in, 58 out), where
 # blocks hurt most.
 #
-# Three rules for contiguous memory, as in the paper. *Maximum* reserves the whole context. *Power of two* reserves the
-# output rounded up to a power of two, as if the server could guess that well. *Oracle* knows the length in advance,
-# which nobody does.
+# The paper's three rules for contiguous memory: *maximum* reserves the whole context; *power of two* reserves the output
+# rounded up to a power of two, as if the server could guess that well; *oracle* knows the length in advance, which nobody
+# does. Where does a reservation lie? The paper assumes a **buddy allocator**: its pieces are powers of two themselves, and
+# begin at multiples of their size, so that two neighbours can always be joined again. As an ideal we add *first fit*,
+# which packs the oracle's pieces to the exact slot.
 
 # %% tags=["algorithm"]
 import math
@@ -402,20 +410,22 @@ def reservation(policy, n_prompt, n_output, max_len):
 
 
 class ContiguousPool:
-    """Slots handed out in one piece for each request, first fit; holes between pieces may be too small for anyone."""
+    """Slots in one piece for each request: the first hole that fits; `buddies` are powers of two at multiples of their size."""
 
-    def __init__(self, n_slots, policy, max_len):
-        self.n_slots, self.policy, self.max_len = n_slots, policy, max_len
+    def __init__(self, n_slots, policy, max_len, buddies=False):
+        self.n_slots, self.policy, self.max_len, self.buddies = n_slots, policy, max_len, buddies
         self.pieces = []  # (start, stop), in order
 
     def enter(self, n_prompt, n_output):
         """A piece for a new request, or None where no hole is large enough."""
         size, start = reservation(self.policy, n_prompt, n_output, self.max_len), 0
+        size = 2 ** math.ceil(math.log2(size)) if self.buddies else size
+        step = size if self.buddies else 1
         for index, (a, b) in enumerate([*self.pieces, (self.n_slots, self.n_slots)]):
             if a - start >= size:
                 self.pieces.insert(index, (start, start + size))
                 return self.pieces[index]
-            start = b
+            start = -(-b // step) * step
         return None
 
     def grow(self, piece, n_tokens):
@@ -430,8 +440,10 @@ class ContiguousPool:
 
 
 # %% [markdown]
-# The paged rule fits the same four methods. It also serves for vAttention, whose physical memory comes in pages: a page
-# of so many bytes is a block of so many tokens.
+# The paged rule fits the same four methods. It also serves for vAttention, which the next section explains: there the
+# hardware's pages play the blocks, and a page of so many bytes is a block of so many tokens. A hundredth of the pool is kept
+# in hand when requests enter, as vLLM's first versions did; today that is an option, off
+# by default.
 
 
 # %% tags=["algorithm"]
@@ -474,7 +486,7 @@ class PagedPool:
 # %% tags=["algorithm"]
 def replay(lengths, pool):
     """Mean slots by state while requests wait: tokens, reserved for later tokens, never to be used, free; and requests."""
-    waiting, running, rows, evicted = list(lengths)[::-1], [], [], 0
+    waiting, running, rows, evicted, read_again = list(lengths)[::-1], [], [], 0, 0
     while waiting:
         while waiting and (piece := pool.enter(*waiting[-1])) is not None:
             n_prompt, n_output = waiting.pop()
@@ -495,31 +507,34 @@ def replay(lengths, pool):
                 newest, n_tokens_lost, n_total_lost = running.pop()
                 pool.leave(newest)
                 waiting.append((n_tokens_lost, n_total_lost - n_tokens_lost))
-                evicted += 1
+                evicted, read_again = evicted + 1, read_again + n_tokens_lost
             index += 1
     names = ("tokens", "reserved for later", "never used", "free", "requests")
     means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-    return {**dict(zip(names, means, strict=True)), "evicted": evicted, "steps": len(rows)}
+    return {**dict(zip(names, means, strict=True)), "evicted": evicted, "read again": read_again, "steps": len(rows)}
 
 
 # %% [markdown]
-# Contexts and pools: the longest Azure requests need 16,384 positions, so that is what a cautious server must reserve, and
-# the pool is eight times that. For the ShareGPT means we take the paper's: OPT-13B's 2048 positions, and the 15,700 slots
-# that it has on an A100 of 40 GB. For vAttention we take the pages of an 8B model with GQA (8 KV heads of 128, 16 bits):
-# one page holds one layer's keys of this many tokens.
+# Contexts and pools: the longest conversations have about 14,000 tokens and the longest code requests about 8,000, so a
+# cautious server reserves 16,384 and 8192 positions; the pool is eight of the longer ones. For the ShareGPT means we take
+# the paper's: OPT-13B's 2048 positions, and the 15,700 slots that it has on an A100 of 40 GB. Made-up lengths are drawn by
+# strata, one from each of `n` equal slices, so that their mean does not depend on luck; cut at half the context, which
+# lowers the mean output to 322. For vAttention we take the pages of an 8B model with GQA (8 KV heads of 128, 16 bits): one
+# page holds one layer's keys of this many tokens.
 
 
 # %%
 def geometric_lengths(mean_prompt, mean_output, n, context=2048):
-    """`n` pairs (prompt, output) with geometric lengths of these means, each cut at half the context."""
-    rng = np.random.default_rng(SEED)
-    columns = [rng.geometric(1 / mean, n).clip(max=context // 2).tolist() for mean in (mean_prompt, mean_output)]
+    """`n` pairs (prompt, output) with geometric lengths of these means, each cut at half the context, paired at random."""
+    rng, u = np.random.default_rng(SEED), (np.arange(n) + 0.5) / n
+    lengths = (np.ceil(np.log1p(-u) / np.log1p(-1 / mean)) for mean in (mean_prompt, mean_output))
+    columns = (rng.permutation(part.clip(1, context // 2).astype(int)).tolist() for part in lengths)
     return list(zip(*columns, strict=True))
 
 
 WORKLOADS = {  # lengths, context, pool
     "Azure conversation": (azure, 16384, 8 * 16384),
-    "Azure code": (code.sample(N_REQUESTS, SEED), 16384, 8 * 16384),
+    "Azure code": (code.sample(N_REQUESTS, SEED), 8192, 8 * 16384),
     "ShareGPT means": (geometric_lengths(161, 338, N_REQUESTS), 2048, 15700),
     "short chat": (geometric_lengths(19, 58, 3 * N_REQUESTS), 2048, 8 * 2048),
 }
@@ -530,11 +545,13 @@ page_tokens
 # %%
 def pool_for(rule, n_slots, context):
     if rule in ("maximum", "power of two", "oracle"):
-        return ContiguousPool(n_slots, rule, context)
+        return ContiguousPool(n_slots, rule, context, buddies=True)
+    if rule == "oracle, first fit":
+        return ContiguousPool(n_slots, "oracle", context)
     return PagedPool(n_slots, {"blocks of 16": 16, **page_tokens}[rule])
 
 
-RULES = ("maximum", "power of two", "oracle", "blocks of 16", "64 KiB pages", "2 MiB pages")
+RULES = ("maximum", "power of two", "oracle", "oracle, first fit", "blocks of 16", "64 KiB pages", "2 MiB pages")
 replays = pd.DataFrame(
     [
         {"workload": name, "rule": rule, "pool": slots, **replay(lengths, pool_for(rule, slots, context))}
@@ -544,12 +561,12 @@ replays = pd.DataFrame(
 )
 STATES = ["tokens", "reserved for later", "never used", "free"]
 percent = replays[["workload", "rule"]].join(100 * replays[STATES].div(replays["pool"], axis=0))
-percent.join(replays[["requests", "evicted"]].round(1)).round(1)
+percent.join(replays[["requests", "evicted", "read again", "steps"]]).round(1)
 
 # %%
 of_azure = percent[percent["workload"] == "Azure conversation"].set_index("rule")[STATES]
 figure = plots.stacked(
-    of_azure.rename(index=lambda rule: rule.replace(" of ", "\nof ").replace(" pages", "\npages")),
+    of_azure.rename(index=lambda rule: re.sub(" (of|pages|first)", r"\n\1", rule)),
     title="Where the pool's slots are while requests wait (Azure conversation)",
     xlabel="rule",
     ylabel="% of the pool",
@@ -558,9 +575,13 @@ run.figure(figure, "fragmentation", percent, n=N_REQUESTS)
 
 # %% [markdown]
 # Read the bottom colour: that is what holds tokens. Then look at what takes the rest. Reserving the maximum loses slots
-# that will *never* be used. The oracle has none of those. It still keeps slots idle that are only needed *later*, and
-# leaves holes into which the next request does not fit. Blocks can lose no more than the end of each last block. What is
-# free under them is the hundredth kept in hand, and the room for which the next prompt is still too long.
+# that will *never* be used. The oracle knows better, but its buddies still round every piece up. First fit rounds nothing,
+# and still keeps slots idle that are only needed *later*, and leaves holes into which the next request does not fit.
+# Blocks can lose no more than the end of each last block. What is free under them is the hundredth kept in hand, and the
+# room for which the next prompt is still too long.
+#
+# Blocks fill the pool by promising more than it holds. Look at *evicted*: whoever is thrown out is read again from the
+# beginning, and those tokens count as used the second time as well. The column *steps* says whether it still pays.
 #
 # vAttention is paging with another block size, as far as this count goes. Compare its two page sizes.
 
@@ -648,10 +669,11 @@ at_16
 # ## vAttention: let the hardware keep the table
 #
 # A processor has had block tables all along. It calls them page tables. vAttention reserves a large range of *virtual*
-# addresses for each request's cache and lets physical pages be committed as they are needed. The cache stays contiguous
-# for everyone who looks at it, so any attention kernel works on it unchanged.
+# addresses for the largest batch, gives each request a part of it, and lets physical pages be committed as they are
+# needed. The cache stays contiguous for everyone who looks at it, so any attention kernel works on it unchanged.
 #
-# On a GPU this takes CUDA's virtual memory calls. On Linux it is one `mmap`: nothing is committed until it is touched.
+# On a GPU this takes CUDA's virtual memory calls, which map a page *before* a kernel runs. We **emulate** it in a processor's
+# memory: on Linux one `mmap` reserves addresses, and nothing is committed until it is touched.
 
 
 # %% tags=["algorithm"]
@@ -718,7 +740,7 @@ if linux:
 # the tokens need by one page a buffer at most, and the last line says whether it kept to that. *Resident* is what the
 # operating system charges this process for, all of it, so it wobbles a little.
 #
-# And attention? It needs no table. It gets a view.
+# And attention? It needs no table. It gets a view, and the kernel is called unchanged: that is the point.
 
 # %%
 if linux:
@@ -738,8 +760,9 @@ if linux:
 
 # %% [markdown]
 # What is the catch? Pages. This processor's are small; CUDA's are 2 MiB unless the driver is changed. The table above
-# (*2 MiB pages*) shows what that means for a real trace, and why the paper adds smaller ones. And two requests cannot
-# easily share a prefix that ends inside a page.
+# (*2 MiB pages*) shows what that means for real lengths, and why the paper adds smaller ones. And the calls that map a page
+# are slow beside a decode step, so vAttention maps ahead of need, in the background, and hands a finished request's
+# pages to the next one. Nor can two requests easily share a prefix that ends inside a page.
 
 # %%
 buffers, source = [], []
@@ -888,30 +911,35 @@ Markdown(f"Largest difference of any logit, alone against among forks: **{distur
 
 # %% [markdown]
 # How much sharing saves depends on how long the prompt is beside the answers. The paper gives its savings for two data
-# sets, and their mean lengths. The manager can count blocks without a model, so let us count at those lengths.
+# sets, averaged over a trace in time, and their mean lengths. The manager can count blocks without a model. So let us
+# count at every step of requests with those means.
 
 
 # %%
-def saved_by_sampling(n_prompt, n_output, n, block_size=16):
-    """Percent of blocks saved at the end of `n` samples, counted by the manager."""
-    manager = BlockManager(4096, block_size)
-    manager.allocate("0", list(range(n_prompt)))
-    for i in range(1, n):
-        manager.fork("0", str(i))
-    for i in range(n):
+def saved_by_sampling(lengths, n, block_size=16):
+    """Percent of blocks saved by `n` samples of each request (prompt, output), over all steps, counted by the manager."""
+    logical = used = 0
+    for n_prompt, n_output in lengths:
+        manager = BlockManager(n * (n_prompt + n_output), block_size)
+        manager.allocate("0", [0] * n_prompt)
+        names = [str(i) for i in range(n)]
+        for name in names[1:]:
+            manager.fork("0", name)
         for token in range(n_output):
-            manager.append(str(i), [token])
-    return 100 * (1 - manager.n_used / manager.n_logical)
+            for name in names:
+                manager.append(name, [token])
+            logical, used = logical + manager.n_logical, used + manager.n_used
+    return 100 * (1 - used / logical)
 
 
 MEANS = {"Alpaca means (19 in, 58 out)": (19, 58), "ShareGPT means (161 in, 338 out)": (161, 338)}
-by_samples = {name: {n: saved_by_sampling(*lengths, n) for n in (2, 4, 6)} for name, lengths in MEANS.items()}
+drawn = {name: geometric_lengths(*means, N_REQUESTS // 3) for name, means in MEANS.items()}
+by_samples = {name: {n: saved_by_sampling(lengths, n) for n in (2, 4, 6)} for name, lengths in drawn.items()}
 pd.DataFrame(by_samples).T.rename_axis(columns="samples").round(1)
 
 # %% [markdown]
-# The paper's ranges for two to six samples are 6.1 to 9.8 % (Alpaca) and 16.2 to 30.5 % (ShareGPT). Mean lengths are a
-# crude stand-in for a data set: many Alpaca prompts are shorter than one block and share nothing, and a mean cannot know
-# that.
+# The paper's ranges for two to six samples are 6.1 to 9.8 % (Alpaca) and 16.2 to 30.5 % (ShareGPT). Geometric lengths of
+# the same means are a stand-in for the data sets: long prompts and long answers are paired by chance alone.
 
 # %% [markdown]
 # ## More requests in one budget, and what it buys
@@ -977,20 +1005,26 @@ def serve(paged, requests):
 # The load: lengths drawn from the conversation fit and shrunk to this profile's context, prompts of prose. Prompts are
 # shrunk more than outputs: a processor reads prompts so slowly that they would hide everything else, and both rules
 # read the same prompts. The budget is two full contexts, so that a cautious server runs two requests at once. Both rules
-# serve the load in turn, several times, so that the machine's mood does not decide.
+# serve the load in turn, first one and then the other, several times, so that the machine's mood does not decide.
 
 # %%
-from helpers.workload import Request, Workload
-
 SHRINK = 16384 // max_len
-n_load = run.profile.n_requests // 3
+n_load = run.profile.n_requests // 4
 longest = run.profile.max_tokens // 3
 load = [
     (max(8, p // (2 * SHRINK)), max(4, min(longest, 2 * o // SHRINK))) for p, o in conversation.sample(n_load, SEED + 1)
 ]
 load = [(min(p, max_len - o), o) for p, o in load]
 BUDGET = 2 * max_len
-prompts = [text[97 * i : 97 * i + p].tolist() for i, (p, _) in enumerate(load)]
+
+
+def excerpt(i, stride, n, longest):
+    """`n` tokens of prose, from another place for each `i`, as long as no excerpt has more than `longest`."""
+    start = stride * i % (len(text) - longest + 1)
+    return text[start : start + n].tolist()
+
+
+prompts = [excerpt(i, 97, p, max(p for p, _ in load)) for i, (p, _) in enumerate(load)]
 requests = [(f"load-{i}", ids, n_out) for i, (ids, (_, n_out)) in enumerate(zip(prompts, load, strict=True))]
 print(f"{n_load} requests, {sum(p for p, _ in load)} tokens in, {sum(o for _, o in load)} out; budget {BUDGET} slots")
 
@@ -1008,7 +1042,10 @@ def timed_serve(block_size):
 
 
 serve(paged_model(BUDGET), [("warm up", prompts[0][:8], 2)])
-rounds = [(timed_serve(max_len), timed_serve(block_size)) for _ in range(3)]
+rounds = []
+for order in ((max_len, block_size), (block_size, max_len), (max_len, block_size)):
+    by_size = {size: timed_serve(size) for size in order}
+    rounds.append((by_size[max_len], by_size[block_size]))
 
 # %%
 (reserved_outputs, reserved_row), (paged_outputs, paged_row) = rounds[0]
@@ -1047,8 +1084,7 @@ Markdown(
 # that is loaded already.
 
 # %%
-from helpers.engines import transformers_engine
-from helpers.memory import release_free_memory
+from helpers.workload import Request, Workload
 
 
 def workload(name, items, concurrency):
@@ -1057,6 +1093,11 @@ def workload(name, items, concurrency):
 
 
 serving = workload("shrunk conversations", [(p, o) for p, (_, o) in zip(prompts, load, strict=True)], n_load)
+
+# %%
+from helpers.engines import transformers_engine
+from helpers.memory import release_free_memory
+
 limits = dict(max_model_len=max_len, max_num_seqs=BUDGET // max_len)
 hf_record = transformers_engine.run_loaded(model, serving, name=run.profile.model, **limits)
 model = model.to("meta")  # the weights go: from here on vLLM holds its own
@@ -1076,7 +1117,8 @@ N_POOL = BUDGET // block_size
 grown = (block_size - 2, 5)
 blocks_each = -(-(sum(grown) - 1) // block_size)
 fits = N_POOL // blocks_each
-edge = workload("edge", [(text[53 * i : 53 * i + grown[0]].tolist(), grown[1]) for i in range(fits + 1)], fits + 1)
+edge = workload("edge", [(excerpt(i, 53, grown[0], grown[0]), grown[1]) for i in range(fits + 1)], fits + 1)
+no_limit = fits + 1  # as many as are sent
 print(f"{N_POOL} blocks, {blocks_each} a request: by formula {fits} requests run without preemption, {fits + 1} do not")
 print(f"requests of a whole context: {N_POOL * block_size // max_len}")
 
@@ -1091,8 +1133,8 @@ vllm_capability, seen, peaks = run.hardware.capabilities["vllm"], {}, {}
 
 def with_vllm(engine):
     """All of this notebook's questions to one vLLM process."""
-    calls = {"one context a request": (serving, BUDGET // max_len, 1), "paged": (serving, 64, 0)}
-    calls |= {"edge, one fewer": (edge, fits, 0), "edge": (edge, 64, 0)}
+    calls = {"one context a request": (serving, BUDGET // max_len, 1), "paged": (serving, no_limit, 0)}
+    calls |= {"edge, one fewer": (edge, fits, 0), "edge": (edge, no_limit, 0)}
     for name, (load, limit, warmup) in calls.items():
         engine.call("limit_running", n=limit)
         seen[name] = engine.run(load, warmup=warmup)
@@ -1106,8 +1148,9 @@ def with_vllm(engine):
 
 # %%
 settings = dict(dtype=dtype, max_model_len=max_len, block_size=block_size, num_kv_blocks=N_POOL + 1)
+settings |= dict(max_num_seqs=no_limit, enable_prefix_caching=True)
 if vllm_capability.available:
-    with VllmEngine(run.profile.model, enable_prefix_caching=True, **settings) as engine:
+    with VllmEngine(run.profile.model, **settings) as engine:
         with_vllm(engine)
 else:
     print(f"not run here: {vllm_capability.reason}")
@@ -1130,7 +1173,7 @@ if seen:
         }
         for name in preemptions
     ]
-    display(pd.DataFrame(rows, index=[f"limit {fits}", "no limit"]))
+    display(pd.DataFrame(rows, index=[f"limit {fits}", f"limit {no_limit}"]))
     calm, squeezed = ([trace.output_ids for trace in seen[name].traces] for name in preemptions)
     same_after_preemption = quality.greedy_agreement(calm, squeezed, "the same requests, without preemption")
     print(
@@ -1142,7 +1185,8 @@ if seen:
 #
 # The paper's system forked and copied on write, as ours does. Version 0.32 does neither: `n=4` becomes four requests, and
 # beam search sends its beams as new prompts at every step. Both share through **prefix hashes**, so only full blocks
-# are shared, and the part after them is computed again for each. It is simpler, and costs a little.
+# are shared, and the part after them is computed again for each. It is simpler. The table shows its price in blocks; the
+# tokens computed again come on top.
 
 # %%
 if seen:
@@ -1161,8 +1205,9 @@ if seen:
     print(f"beams found by both: {in_both} of {WIDTH}; the best one is the same: {seen['beams'][0] == beams[0]}")
 
 # %% [markdown]
-# The counts are of the largest step, in the same blocks. Look at the beams: what two survivors wrote in common after the
-# prompt is shared by forks even in the middle of a block.
+# Both count blocks of one size: ours after the last step, vLLM's in its largest step, which has not stored the last token.
+# The answers' length was chosen so that this token opens no block. Look at the beams: what two survivors wrote in
+# common after the prompt is shared by forks even in the middle of a block.
 
 # %% [markdown]
 # ## Ledgers: one variable changed
@@ -1183,7 +1228,7 @@ def card_of(name, record):
 
 hf_card = card_of("Transformers generate", hf_record)
 if seen:
-    names = {"vLLM, reserved": "one context a request", "vLLM, paged": "paged"}
+    names = {"vLLM, one context each (limit)": "one context a request", "vLLM, paged": "paged"}
     vllm_reserved, vllm_paged = (card_of(name, seen[key]) for name, key in names.items())
 run.cards()
 
@@ -1219,26 +1264,27 @@ print(f"requests at once, paged over maximum: {lead:.2f}")
 
 # %% [markdown]
 # No gain. A ratio below one is the price of what paging keeps in hand to avoid preemptions. And a control for sharing: four
-# samples of a prompt that is shorter than a block share nothing at the end.
+# samples of a prompt that is shorter than a block share nothing once they have written.
 
 # %%
-Markdown(f"Saved by four samples of a prompt of 15 tokens, blocks of 16: **{saved_by_sampling(15, 40, 4):.0f} %**.")
+Markdown(f"Saved by four samples of a prompt of 15 tokens, blocks of 16: **{saved_by_sampling([(15, 40)], 4):.0f} %**.")
 
 # %% [markdown]
 # ## Where it loses
 #
 # **Reading.** A contiguous cache is read in order. A paged one is read through a table, and a library without a paged kernel
 # must first gather it. At batch 1, where there is nothing to gain, this is pure loss. One layer of this model, one query,
-# against the same keys and values in one piece:
+# against the same keys and values in one piece and in the pool's order of axes, so that only the gather differs:
 
 
 # %%
 def one_layer(n_tokens, block_size):
     """Functions that attend over contiguous and over paged keys and values of `n_tokens` tokens, and their outputs' gap."""
-    k, v = torch.randn(2, 1, shape.n_kv_heads, n_tokens, shape.head_dim).unbind()
-    q = torch.randn(1, shape.n_q_heads, 1, shape.head_dim)
-    keys, values, table = scattered(k[0], v[0], block_size)
-    blocks = torch.tensor(table)
+    placed = dict(device=device, dtype=getattr(torch, dtype))
+    k, v = torch.randn(2, n_tokens, shape.n_kv_heads, shape.head_dim, **placed).transpose(1, 2).unbind()
+    q = torch.randn(1, shape.n_q_heads, 1, shape.head_dim, **placed)
+    keys, values, table = scattered(k, v, block_size)
+    blocks = torch.tensor(table, device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def paged():
@@ -1246,9 +1292,9 @@ def one_layer(n_tokens, block_size):
         return attention(q, *(p.transpose(0, 1)[None] for p in parts), enable_gqa=True)
 
     def contiguous():
-        return attention(q, k, v, enable_gqa=True)
+        return attention(q, k[None], v[None], enable_gqa=True)
 
-    assert torch.allclose(paged(), contiguous(), atol=1e-5)
+    assert torch.allclose(paged(), contiguous(), atol=1e-5 if dtype == "float32" else 1e-2)
     return contiguous, paged
 
 
@@ -1259,14 +1305,14 @@ def one_layer(n_tokens, block_size):
 # %%
 def overhead(n_tokens, block_size):
     contiguous, paged = one_layer(n_tokens, block_size)
-    clock = dict(repeats=3, inner=5)
+    clock = dict(repeats=3, inner=5, device=device)
     pairs = [(best_seconds(paged, **clock), best_seconds(contiguous, **clock)) for _ in range(run.profile.repeats)]
     ratio = paired_ratio([a for a, _ in pairs], [b for _, b in pairs], seed=SEED)
     row = {"tokens": n_tokens, "block size": block_size, "paged": min(a for a, _ in pairs)}
     return {**row, "contiguous": min(b for _, b in pairs), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
 
 
-gather = pd.DataFrame([overhead(n, size) for size in (1, 16, 128) for n in (512, 2048)])
+gather = pd.DataFrame([overhead(n, size) for size in (16, 128) for n in (512, 2048)])
 run.measured(
     "percent_slower_attention_when_paged",
     100 * (gather.set_index(["tokens", "block size"])["ratio"][2048, 16] - 1),
@@ -1277,7 +1323,8 @@ gather.assign(**{c: gather[c].map(show_seconds) for c in ("paged", "contiguous")
 # %% [markdown]
 # A gather reads and writes everything once more before attention reads it again, so this is the price of *not* having a
 # paged kernel. The paper's kernel walks the table as `attend_by_blocks` does and pays for the walk only: 20 to 26 % there.
-# How much of a whole step is ours? All layers' extra time beside the mean step of two requests measured above:
+# How much of a whole step is ours? All layers' extra time for one sequence of 512 tokens, beside the mean step of our engine
+# above (up to two short requests, prompts included; it gathers too):
 
 # %%
 at_512 = gather.set_index(["tokens", "block size"]).loc[(512, 16)]
@@ -1286,7 +1333,7 @@ one_step = ours.loc["one block a request", "s/step"].mean()
 Markdown(f"At 512 tokens {show_seconds(extra)}, beside a step of {show_seconds(one_step)}: **{extra / one_step:.0%}**.")
 
 # %% [markdown]
-# A step of so few requests mostly reads weights, which no cache can change. That is why an engine can afford slower reads
+# A decode step of so few requests mostly reads weights, which no cache can change. That is why an engine can afford slower reads
 # if they let more requests share the step, and why the extra counts again when contexts grow long.
 #
 # **Large blocks.** Fewer, longer pieces to gather, and more waste. Hold the table's rows of one length against each other,
@@ -1299,45 +1346,69 @@ Markdown(f"At 512 tokens {show_seconds(extra)}, beside a step of {show_seconds(o
 # ## Claims
 #
 # What the papers say, in their own figures, and what we can say after this run. Shares of memory depend on the lengths
-# replayed and on the context that is reserved; they are told with ours.
+# replayed and on the context that is reserved. So each quote is judged at its own workload, as far as it names one, and what
+# other lengths say stands beside it.
 
 # %% tags=["claim"]
-papers_setting = {rule: cell("ShareGPT means", rule, "tokens", percent) for rule in RULES[:4]}
-order = list(papers_setting.values())
+bars = {"maximum": 20.4, "oracle": 38.2, "blocks of 16": 96.3}  # the paper's
+papers_rules = ("maximum", "power of two", "oracle", "blocks of 16")
+in_papers_setting = {rule: cell("ShareGPT means", rule, "tokens", percent) for rule in papers_rules}
+order = list(in_papers_setting.values())
+evicted = cell("ShareGPT means", "blocks of 16", "evicted")
 run.claim(
     "pagedattention-utilisation",
-    order == sorted(order) and order[2] < 60 and order[3] > 90,
-    ", ".join(f"{rule} {value:.1f} %" for rule, value in papers_setting.items())
-    + "; on Azure conversations "
-    + ", ".join(f"{used[rule]:.0f}" for rule in RULES[:4]),
+    order == sorted(order) and all(abs(in_papers_setting[rule] - bar) < 5 for rule, bar in bars.items()),
+    "simulated: "
+    + ", ".join(f"{rule} {value:.1f} %" for rule, value in in_papers_setting.items())
+    + f", the last with {evicted:.0f} evictions; Azure conversations "
+    + ", ".join(f"{used[rule]:.0f}" for rule in papers_rules),
 )
+slower = ours.loc["small blocks", "s/step"].mean() / ours.loc["one block a request", "s/step"].mean()
 run.claim(
     "pagedattention-throughput",
     gain.low > 1 and batch_gain > 1,
-    f"{gain} tokens/s, batch {paged_row['largest batch']} against {reserved_row['largest batch']}, one engine, one budget",
+    f"{gain} tokens/s, batch {paged_row['largest batch']} against {reserved_row['largest batch']}, one engine, one budget; "
+    f"an offline load: latency is not held equal, a step takes {slower:.1f}x as long",
 )
+run.claims().tail(2)
+
+# %% tags=["claim"]
+wasted = {rule: 100 - in_papers_setting[rule] for rule in papers_rules[:3]}
 run.claim(
     "vllm-blog-existing-waste",
-    all(cell(name, "maximum", "tokens", percent) <= 40 for name in WORKLOADS),
-    ", ".join(f"{name} {100 - cell(name, 'maximum', 'tokens', percent):.0f} %" for name in WORKLOADS) + " wasted",
+    all(58 <= value <= 82 for value in wasted.values()),
+    "simulated: "
+    + ", ".join(f"{rule} {value:.0f} %" for rule, value in wasted.items())
+    + " at ShareGPT's means; elsewhere a reserved maximum wastes "
+    + ", ".join(
+        f"{100 - cell(name, 'maximum', 'tokens', percent):.0f} % ({name})" for name in WORKLOADS if "GPT" not in name
+    ),
 )
+at_sharegpt = at_16["measured"]["ShareGPT means"]
 run.claim(
     "vllm-blog-waste-under-4",
-    bool((at_16["measured"] < 4).all()),
-    ", ".join(f"{name} {at_16['measured'][name]:.1f} %" for name in at_16.index)
-    + f": by the rule true from a mean of {enough_tokens:.0f} tokens on, not of every workload",
+    bool(at_sharegpt < 4),
+    f"{at_sharegpt:.1f} % at ShareGPT's means; elsewhere "
+    + ", ".join(
+        f"{name} {row['measured']:.1f} % ({'holds' if row['under 4 %'] else 'does not'})"
+        for name, row in at_16.drop("ShareGPT means").iterrows()
+    ),
 )
 long_enough = sweep[(sweep["block size"] > 1) & (sweep["mean tokens"] > sweep["block size"])]
 off = (long_enough["measured"] / long_enough["rule"] - 1).abs().max()
-run.claim("paged-half-block-rule", bool(off <= 0.10), f"largest deviation {off:.1%} over {len(long_enough)} cases")
-run.claims().tail(5)
+run.claim(
+    "paged-half-block-rule",
+    bool(off <= 0.10),
+    f"largest deviation {off:.1%} over {len(long_enough)} cases; under 4 % at 16 from a mean of {enough_tokens:.0f} tokens on",
+)
+run.claims().tail(3)
 
 # %% tags=["claim"]
 alpaca, sharegpt = by_samples.values()
 run.claim(
     "pagedattention-sharing-parallel",
-    all(sharegpt[n] > alpaca[n] > 0 for n in (2, 4, 6)) and sharegpt[6] > sharegpt[2],
-    f"{alpaca[2]:.0f} to {alpaca[6]:.0f} % at Alpaca's mean lengths, {sharegpt[2]:.0f} to {sharegpt[6]:.0f} % at ShareGPT's",
+    all(sharegpt[n] > alpaca[n] > 0 for n in (2, 4, 6)) and all(d[6] > d[4] > d[2] for d in (alpaca, sharegpt)),
+    f"{alpaca[2]:.1f} to {alpaca[6]:.1f} % at Alpaca's means, {sharegpt[2]:.1f} to {sharegpt[6]:.1f} % at ShareGPT's",
 )
 saved_beams, saved_samples = (1 - b / a for a, b in (beam_blocks, sample_blocks))
 run.claim(
@@ -1355,8 +1426,9 @@ run.claim(
 run.claim(
     "vattention-contiguous",
     on_demand and contiguous_same and after_release == 0 if linux else None,
-    f"committed {show_bytes(before_release)} of {show_bytes(reserved)} reserved, at no time more than one page a buffer "
-    f"beyond what the tokens need; attention over the view identical"
+    f"emulated by mmap on a CPU, pages of {show_bytes(mmap.PAGESIZE)}: committed {show_bytes(before_release)} of "
+    f"{show_bytes(reserved)} reserved, within one page a buffer of what the tokens need: {on_demand}; attention over the "
+    f"view identical: {contiguous_same}"
     if linux
     else "",
     reason="" if linux else "needs Linux's mmap",
@@ -1371,7 +1443,7 @@ run.claim(
     if seen
     else None,
     f"preemptions: {preemptions['edge']} with {fits + 1} requests, {preemptions['edge, one fewer']} with {fits}; "
-    f"outputs identical: {same_after_preemption.value:.0%}"
+    f"outputs identical: {same_after_preemption.value:.0%}; the recomputation itself is not watched"
     if seen
     else "",
     reason=why,
@@ -1381,7 +1453,7 @@ run.claim(
     "vllm-blog-hf-throughput",
     against["generated tokens/s"] > 1 and against["e2e"].high < 1 if seen else None,
     f"{against['generated tokens/s']:.1f}x tokens/s of Transformers generate in batches of {BUDGET // max_len}; "
-    f"end to end {against['e2e']}"
+    f"end to end {against['e2e']}, requests of one run each"
     if seen
     else "",
     reason=why,
@@ -1479,7 +1551,7 @@ def buggy_append(pool, name, block_size):
     """Make room for one more token of sequence `name`, copying on write. Returns (source, target) of a copy, or None.
 
     `pool` is a dict: tables (name to list of blocks), lengths (name to tokens), references (a count for each block), and
-    free (list of blocks; the first is taken next).
+    free (list of blocks).
     """
     table, n_tokens = pool["tables"][name], pool["lengths"][name]
     copy = None
@@ -1566,7 +1638,7 @@ run.check("02.4", reuse_prefix)
 #
 # Small blocks waste little and are read slowly; large ones the other way round. Give each wasted slot and each block of a
 # sequence a price, and choose. Then measure the two prices on your machine (the gather table above is a start), and find
-# the length at which the best size changes for the three workloads. The open part: sharing. A prefix is shared in full
+# the length at which the best size changes for the four workloads. The open part: sharing. A prefix is shared in full
 # blocks only, so large blocks also lose hits. What third term does that add, and can you estimate it from a trace?
 
 
@@ -1607,18 +1679,19 @@ run.check("02.5", best_block_size)
 # - **A block's hash is true only while the block holds those tokens.** Drop it when the block is taken, not when it is
 #   freed.
 # - **Compare the outputs of a preempted request**, not only its counters.
-# - **Papers age.** vLLM's beam search and parallel sampling no longer work as the paper describes; its waste figures still
-#   hold.
+# - **Papers age.** vLLM's beam search and parallel sampling no longer work as the paper describes; the arithmetic of its
+#   waste still holds.
 #
 # Further reading:
 #
 # - Kwon et al., [PagedAttention](https://arxiv.org/abs/2309.06180), 2023: sections 3 and 4, and 7.2 on block sizes.
 # - vLLM, [the first blog post](https://blog.vllm.ai/2023/06/20/vllm.html), 2023: where the figures come from.
-# - Prabhu et al., [vAttention](https://arxiv.org/abs/2405.04437), 2024: section 3 on what paging costs a programmer.
-# - vLLM, [Automatic prefix caching](https://docs.vllm.ai/en/latest/design/prefix_caching.html): hashes and eviction in the
+# - Prabhu et al., [vAttention](https://arxiv.org/abs/2405.04437), 2025 (preprint 2024): section 3 on what paging
+#   costs a programmer.
+# - vLLM, [Automatic prefix caching](https://docs.vllm.ai/en/latest/design/prefix_caching/): hashes and eviction in the
 #   maintained system.
-# - Denning, [Virtual memory](https://doi.org/10.1145/356571.356573), 1970: the idea, thirty years before it was
-#   needed here.
+# - Denning, [Virtual memory](https://doi.org/10.1145/356571.356573), 1970: the idea, half a century before it
+#   was needed here.
 
 # %%
 run.finish()
