@@ -38,8 +38,9 @@ class Claim(BaseModel):
     form: Form
     check: str
     """What is checked here, in one sentence."""
-    refuted: bool = False
-    """A known negative result: the check is expected to fail on every machine, and the tests demand that it does."""
+    expected: Literal["holds", "fails", "either"] = "holds"
+    """What the tests demand of the check: that it holds, that it fails (a known negative result), or neither, because it
+    depends on the machine and both are results."""
 
 
 class ClaimResult(BaseModel):

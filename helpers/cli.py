@@ -179,10 +179,11 @@ def build(
         print("Every notebook is current, executed and within its limits.")
         return
     from helpers.course.build import build as build_notebooks
+    from helpers.course.runner import RUN
     from helpers.profile import PROFILES
 
     bring_model(PROFILES["smoke"])
-    build_notebooks(notebooks or [], out=BUILD / "notebooks", force=force)
+    build_notebooks(notebooks or [], out=BUILD / "notebooks", force=force, earlier=RUN)
 
 
 @app.command()

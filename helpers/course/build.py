@@ -267,6 +267,7 @@ def build(
     out: Path,
     figures: Path | None = None,
     force: bool = False,
+    earlier: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Execute, in the profile ``smoke``, the notebooks whose source changed, and write them with their outputs.
@@ -277,6 +278,7 @@ def build(
     out : folder for the run's own records.
     figures : where figures are kept; None is ``figures`` beside `folder`.
     force : execute them whether they changed or not.
+    earlier : folder of a run; a notebook that it executed from the same source with the same helpers is taken from there.
 
     Returns
     -------
@@ -287,6 +289,7 @@ def build(
     NotebookError : a notebook failed; those before it are written, and its old ``.ipynb`` stays.
     RecordError : a file cannot be written.
     """
+    from helpers.course.records import finished_run
     from helpers.course.runner import Settings, run_one
 
     written = []
@@ -296,10 +299,11 @@ def build(
         if not force and is_current(entry):
             say(f"{entry.name}: unchanged")
             continue
-        outcome = run_one(entry, Settings(profile="smoke"), out)
-        executed = read_notebook(Path(outcome.notebook))
-        keep_figures(entry.name, out / entry.name / "figures", figures or folder.parent / "figures")
-        write_notebook(strip_machine(executed, read_source(entry), source_hash(entry)), entry.built)
+        outcome = None if force or earlier is None else finished_run(entry.name, source_hash(entry), earlier)
+        outcome = outcome or run_one(entry, Settings(profile="smoke"), out)
+        executed = Path(outcome.notebook)
+        keep_figures(entry.name, executed.parent / "figures", figures or folder.parent / "figures")
+        write_notebook(strip_machine(read_notebook(executed), read_source(entry), source_hash(entry)), entry.built)
         say(f"{entry.name}: built in {outcome.seconds:.0f} s, peak {outcome.peak_bytes / 2**30:.2f} GiB")
         written.append(entry.built)
     return written

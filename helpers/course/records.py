@@ -11,6 +11,7 @@ from helpers.files import write_text
 from helpers.paths import ROOT
 
 RECORD = "run.json"
+RESULTS = "results.json"
 
 State = Literal["done", "failed", "not run"]
 
@@ -91,3 +92,19 @@ def read_manifest(out: Path) -> Manifest | None:
         return Manifest.model_validate_json((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return None
+
+
+def finished_run(name: str, source_hash: str, out: Path) -> Outcome | None:
+    """The notebook's outcome in the run in `out`, where that is what a smoke run with seed 0 would give now; else None.
+
+    It must have ended well, in the profile ``smoke`` without further parameters, from the source with this hash, with the
+    helpers as they are, and its results must still be there.
+    """
+    manifest = read_manifest(out)
+    if manifest is None or manifest.helpers_hash != helpers_hash():
+        return None
+    outcome = manifest.outcomes.get(name)
+    if outcome is None or outcome.status != "done" or outcome.source_hash != source_hash:
+        return None
+    same = (manifest.profile, manifest.seed, manifest.parameters) == ("smoke", 0, {})
+    return outcome if same and (out / name / RESULTS).is_file() else None

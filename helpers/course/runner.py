@@ -30,14 +30,13 @@ from helpers import profile as profiles
 from helpers.course.build import Entry, find, read_source, source_hash, write_notebook
 from helpers.course.kernel import ENGINE, kernel_environment
 from helpers.course.parameters import OWN_PARAMETERS, check_parameters
-from helpers.course.records import RECORD, Manifest, Outcome, helpers_hash, read_manifest, write_record
+from helpers.course.records import RECORD, RESULTS, Manifest, Outcome, helpers_hash, read_manifest, write_record
 from helpers.course.watch import Watch
 from helpers.errors import CourseError, NotebookError, RecordError
 from helpers.hardware import memory_limit_bytes
 from helpers.paths import BUILD, NOTEBOOKS
 
 RUN = BUILD / "run"
-RESULTS = "results.json"
 START_TIMEOUT_S = 120
 NEEDED_BYTES = 16 * 2**20
 """Room that an output folder must have before a notebook starts."""

@@ -6,8 +6,9 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from rich.console import Console
 
-from helpers.course import build, checks
+from helpers.course import build, checks, runner
 from helpers.errors import NotebookError, RecordError, UnknownNameError
 
 
@@ -103,6 +104,23 @@ def test_only_what_changed_is_executed(folder, add, tmp_path):
     source.write_text(source.read_text().replace("# # 02_other", "# # Another title"))
     assert names() == ["02_other"]
     assert log.read_text() == "xyy"
+
+
+def test_a_run_of_the_same_source_is_kept_instead_of_executed_again(folder, add, tmp_path):
+    log, out = tmp_path / "log", tmp_path / "run"
+    source = add("01_good", f"open({str(log)!r}, 'a').write('x')\nprint('said')")
+    options = {"folder": folder, "out": tmp_path / "out", "earlier": out, "say": lambda _: None}
+    runner.run([], runner.Settings(profile="smoke", seed=1), folder=folder, out=out, console=Console(quiet=True))
+    build.build([], **options)
+    assert log.read_text() == "xx", "a run with another seed is not what a build makes"
+    source.write_text(source.read_text() + "\n# changed\n")
+    runner.run([], runner.Settings(profile="smoke"), folder=folder, out=out, console=Console(quiet=True))
+    build.build([], **options)
+    assert log.read_text() == "xxx" and "said" in (folder / "01_good.ipynb").read_text()
+    assert build.is_current(build.find(["01"], folder)[0])
+    source.write_text(source.read_text() + "# once more\n")
+    build.build([], **options)
+    assert log.read_text() == "xxxx", "a changed source is executed"
 
 
 def test_a_failed_build_keeps_the_old_notebook(folder, add, tmp_path):
