@@ -4,13 +4,14 @@
 # **Why is an exact algorithm that does *more* arithmetic the faster one?**
 #
 # Attention over $N$ tokens fills an $N \times N$ table of scores, reads it again to normalise it, and reads it once
-# more to mix the values. The arithmetic is not what hurts. The table is: it travels to slow memory and back.
-# FlashAttention never writes it down. That needs one trick with the softmax and a good deal of care, and both fit into
-# this notebook, down to a Triton kernel.
+# more to mix the values. The arithmetic is not what hurts: FlashAttention takes the same two matrix products, and in
+# training even one more. The table is what hurts: it travels to slow memory and back. FlashAttention never writes it
+# down. That needs one trick with the softmax and a good deal of care, and both fit into this notebook, down to a Triton
+# kernel.
 #
 # | paper or system | year, venue | maturity | what we take from it |
 # | --- | --- | --- | --- |
-# | Milakov and Gimelshein, *Online normalizer calculation for softmax* | 2018, arXiv | preprint | a softmax in one pass |
+# | Milakov and Gimelshein, *Online normalizer calculation for softmax* | 2018, arXiv | preprint | maximum and sum in one pass |
 # | Dao et al., *FlashAttention* | 2022, NeurIPS | peer-reviewed | tiles, and a count of the words moved |
 # | Dao, *FlashAttention-2* | 2024, ICLR | peer-reviewed | the other loop order, and more units of work |
 # | Shah et al., *FlashAttention-3* | 2024, NeurIPS | peer-reviewed | asynchrony, and FP8 with a rotation |
@@ -88,9 +89,9 @@ peaks = pd.DataFrame([peak_row(n) for n in lengths])
 peaks.assign(math=peaks["math"].map(show_bytes), flash=peaks["flash"].map(show_bytes)).round(1)
 
 # %% [markdown]
-# Read the first column of bytes downwards: twice the tokens, four times the memory. The second should grow with the
-# output alone. Nothing else in a Transformer grows with the square of the context, so long before anything is slow,
-# this is what no longer fits.
+# Read the first column of bytes downwards: twice the tokens should be four times the memory. The second should grow with
+# the output alone. No other buffer in a Transformer grows with the square of the context, so long before anything is
+# slow, this is what no longer fits.
 
 # %% [markdown]
 # ## Predict
@@ -104,7 +105,7 @@ run.predict(
     words_moved_standard_over_flash=3,  # counted: N = 4096, head_dim 64, a fast memory of 48 Ki words
     words_saved_by_twice_the_fast_memory=1.2,  # FlashAttention's words moved over those with twice the fast memory
     work_units_flash2_over_flash1=16,  # N = 4096, blocks of 64 queries
-    fp8_error_over_rotated_fp8_error=2.6,  # mean over layers of the real model
+    fp8_error_saved_by_blocks_and_rotation=2.6,  # error with one scale over error with both, mean over layers of the real model
     decode_flops_per_byte=8,  # one query a head over a context of 4096, MHA, in this run's dtype
     prefix_rows_read_without_over_with_cascade=2,  # eight sequences behind one prefix
 )
@@ -137,7 +138,7 @@ run.predict(
 # %% [markdown]
 # ## From scratch
 #
-# ### A softmax in one pass
+# ### Maximum and sum in one pass
 #
 # The textbook's softmax needs three passes over the scores: a maximum, a sum, a division. Without the first it breaks:
 
@@ -146,7 +147,8 @@ scores = torch.tensor([1000.0, 999.0, 0.0])
 pd.DataFrame({"without maximum": scores.exp() / scores.exp().sum(), "with maximum": scores.softmax(dim=0)})
 
 # %% [markdown]
-# Here are maximum and sum together, in one pass, one score at a time.
+# Here are maximum and sum together, in one pass, one score at a time. (A first score of $-\infty$ breaks it; the next
+# section mends that.)
 
 
 # %% tags=["algorithm"]
@@ -252,7 +254,8 @@ def dense_attention(q, k, v, causal=True):
         unseen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).triu(1 + n_k - n_q)
         scores = scores.masked_fill(unseen, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    return (scores - lse[..., None]).exp().nan_to_num() @ v, lse
+    weights = (scores - lse[..., None]).exp().masked_fill(scores == -math.inf, 0.0)
+    return weights @ v, lse
 
 
 # %% [markdown]
@@ -282,7 +285,6 @@ kinds = [torch.float32, torch.float16] + [torch.bfloat16] * run.hardware.capabil
 cases = [("ordinary", 1.0), ("large logits", 30.0)]
 errors = pd.DataFrame([error_row(name, kind, scale) for name, scale in cases for kind in kinds])
 ours_fp32, math_fp32 = errors.loc[0, "tiled"], errors.loc[0, "SDPA math"]
-assert ours_fp32 < 2e-6 and not errors["same bits"].all()
 errors.style.format("{:.1e}", subset=list(errors.columns[2:-1]), na_rep="-").hide()
 
 # %% [markdown]
@@ -335,6 +337,10 @@ class SlowMemory:
         self.tensors[name][rows] = part
         self.words += part.numel()
 
+    def divide(self, part, by):
+        self.operations["divisions"] += part.numel()
+        return part / by
+
     def hold(self, *tensors):
         self.most_held = max(self.most_held, sum(t.numel() for t in tensors))
 
@@ -344,9 +350,10 @@ def standard_attention(memory):
     whole = slice(None)
     q, k = memory.read("q"), memory.read("k")
     memory.write("s", whole, q @ k.T / q.shape[1] ** 0.5)
-    memory.write("p", whole, memory.read("s").softmax(dim=-1))
-    memory.operations["exponentials"] += memory.tensors["p"].numel()
-    memory.operations["divisions"] += memory.tensors["p"].numel()
+    scores = memory.read("s")
+    weights = (scores - scores.amax(dim=1, keepdim=True)).exp()
+    memory.write("p", whole, memory.divide(weights, weights.sum(dim=1, keepdim=True)))
+    memory.operations.update(exponentials=scores.numel())
     memory.write("o", whole, memory.read("p") @ memory.read("v"))
 
 
@@ -362,7 +369,10 @@ def blocks(n, size):
 
 
 def flash_1(memory, n, d, fast_words):
-    """Algorithm 1 of FlashAttention (2022), one head, no mask: keys outside, queries inside."""
+    """Algorithm 1 of FlashAttention (2022), one head, no mask: keys outside, queries inside.
+
+    The paper rescales both terms of a new output; one of the two factors is folded into the exponential here.
+    """
     block_k = -(-fast_words // (4 * d))
     block_q = min(block_k, d)
     memory.write("o", slice(None), torch.zeros(n, d))
@@ -377,10 +387,10 @@ def flash_1(memory, n, d, fast_words):
             new_highest = torch.maximum(highest, scores.amax(dim=1, keepdim=True))
             weights, shrink = (scores - new_highest).exp(), (highest - new_highest).exp()
             new_total = total * shrink + weights.sum(dim=1, keepdim=True)
-            memory.write("o", rows, (total * shrink * o + weights @ v) / new_total)
+            memory.write("o", rows, memory.divide(total * shrink * o + weights @ v, new_total))
             memory.write("l", rows, new_total)
             memory.write("m", rows, new_highest)
-            memory.operations.update(exponentials=scores.numel(), rescales=o.numel(), divisions=o.numel())
+            memory.operations.update(exponentials=scores.numel(), rescales=o.numel())
 
 
 # %% [markdown]
@@ -404,10 +414,9 @@ def flash_2(memory, n, d, fast_words):
             memory.hold(k, v, q, state[2], scores)
             state = absorb(state, scores, v)
             memory.operations.update(exponentials=scores.numel(), rescales=q.numel())
-        out, lse = finish(state)
-        memory.write("o", rows, out)
-        memory.write("lse", rows, lse)
-        memory.operations.update(divisions=out.numel())
+        highest, total, mixed = state
+        memory.write("o", rows, memory.divide(mixed, total))
+        memory.write("lse", rows, (highest + total.log())[:, 0])
 
 
 # %% [markdown]
@@ -442,7 +451,7 @@ def counted(algorithm, n, d, fast_words):
     exact = dense_attention(*(memory_.tensors[name][None] for name in "qkv"), causal=False)[0][0]
     assert (memory_.tensors["o"] - exact).abs().max() < 1e-5
     assert memory_.words == words_moved(algorithm, n, d, fast_words)
-    held = memory_.most_held / fast_words
+    held = memory_.most_held / fast_words if memory_.most_held else float("nan")  # the standard program knows no M
     return {"algorithm": algorithm, "N": n, "d": d, "M": fast_words, "words": memory_.words, "held / M": held}
 
 
@@ -452,7 +461,7 @@ instrumented.replace(NAMES).round(2)
 
 # %% [markdown]
 # Every row has passed two checks: the output is attention, and the count is the formula's. `held / M` says how far the
-# paper's block sizes really fit: they leave the tile of scores out of the sum, so a little more than $M$ may be held.
+# paper's block sizes really fit: they leave the tile of scores out of the sum, so up to a quarter more than $M$ is held.
 # For the theorem that is a constant factor; for a kernel it is a crash, which is why kernels choose blocks by hand.
 #
 # Now the large sizes, from the formula.
@@ -484,21 +493,22 @@ figure = plots.lines(
 run.figure(figure, "words_by_length", by_length)
 
 # %% [markdown]
-# The lines become parallel: FlashAttention is quadratic in $N$ too. What differs is the constant, and the theorem says
-# which: $\Theta(N^2 d^2 / M)$ against $\Theta(N d + N^2)$. Its exponents can be measured. We double one
-# of $N$, $d$, $M$ at a time and take the slope of each step. Lower-order terms bend the slope a little and fade out
-# step by step, so the limit is extrapolated from the last two slopes; the interval is as wide as that last correction.
+# The lines become parallel: FlashAttention is quadratic in $N$ too. (FlashAttention-2's line uses the first paper's block
+# sizes, turned round; its own paper counts no words.) What differs is the constant, and FlashAttention's theorem says
+# which: $\Theta(N^2 d^2 / M)$ against $\Theta(N d + N^2)$. Its exponents can be measured. We double or halve one of $N$,
+# $d$, $M$ at a time and take the log-log slope of each step. Lower-order terms bend the slope and fade out step by step.
+# So the exponent is the slope of the last step, and its interval is as wide as the last three slopes differ. (Counts have
+# no noise, so this is no confidence interval: it says how far the slope still moves.)
 
 
 # %%
 def exponent(algorithm, what, values, base):
-    """The limit of the log-log slope along `values`, and the size of its last correction."""
+    """The last log-log slope along `values`, and the spread of the last three."""
     words = [words_moved(algorithm, **{**base, what: value}) for value in values]
     slopes = [
         math.log(b / a) / math.log(y / x) for a, b, x, y in zip(words, words[1:], values, values[1:], strict=False)
     ]
-    correction = slopes[-1] - slopes[-2]
-    return slopes[-1] + correction, abs(correction)
+    return slopes[-1], max(slopes[-3:]) - min(slopes[-3:])
 
 
 # %%
@@ -508,26 +518,26 @@ along = {
     "d": [2**i for i in range(5, 10)],
     "fast_words": [2**i for i in range(19, 13, -1)],
 }
-theory = {"flash_1": (2, 2, -1), "flash_2": (2, 2, -1), "standard": (2, None, 0)}
+theory = {"flash_1": (2, 2, -1), "flash_2": (2, 2, -1), "standard": (2, None, 0)}  # Nd + N^2 is no power of d
 fits = pd.DataFrame(
     [
         {
             "algorithm": name,
             "exponent of": what,
-            "theorem": expected,
-            **dict(zip(("fit", "+-"), exponent(name, what, values, large), strict=True)),
+            "expected": expected,
+            **dict(zip(("exponent", "+-"), exponent(name, what, values, large), strict=True)),
         }
         for name, row in theory.items()
         for (what, values), expected in zip(along.items(), row, strict=True)
         if expected is not None
     ]
 )
-fits["within"] = (fits["fit"] - fits["theorem"]).abs() <= fits["+-"] + 1e-9
-assert fits["within"].all()
+fits["within"] = (fits["exponent"] - fits["expected"]).abs() <= fits["+-"] + 1e-9
 fits.replace({"n": "N", "fast_words": "M", **NAMES}).round(4)
 
 # %% [markdown]
-# So the words fall with the *size of the fast memory* and grow with the *square of the head's width*. The latter is
+# An interval is worth something where it is narrow and holds the expected exponent; the claims below ask for both. So the
+# words fall with the *size of the fast memory* and grow with the *square of the head's width*. The latter is
 # where it loses: when $d^2$ is no longer small against $M$, the passes over the matrices cost more than the table of
 # scores would.
 
@@ -550,14 +560,17 @@ by_width.pivot(index="d", columns="M (words)", values="flash / standard").round(
 # memory: there the table of scores is the cheaper thing to move.
 
 # %% [markdown]
-# ### FlashAttention-2: fewer odd operations, more units of work
+# ### FlashAttention-2: fewer non-matmul operations, more units of work
 #
-# An A100 multiplies matrices sixteen times faster than it does anything else (312 against 19.5 TFLOP/s). So an
-# exponential or a division is not "one operation". We count both loop orders at one size, and beside them the units
-# that can run at the same time.
+# An A100 multiplies matrices sixteen times faster than it does other arithmetic in FP32 (312 against 19.5 TFLOP/s), and
+# an exponential is slower still. So a division is not just "one operation". We count both loop orders at one size, and
+# beside them the units that can run at the same time. At this size both have blocks of 32 keys, so only the order of the
+# loops differs. (With a larger fast memory the block rule above would give the second order smaller blocks of keys than
+# the first, and so more rescales.)
 
 # %%
 n, d, fast = 512, 32, 4096
+assert -(-fast // (4 * d)) <= d  # equal blocks of keys
 counts = {}
 for name in ("standard", "flash_1", "flash_2"):
     memory_ = SlowMemory(**{key: torch.randn(n, d) for key in "qkv"})
@@ -608,7 +621,7 @@ units.rename(columns=NAMES)
 def merge(outputs, lses):
     """Merge states over disjoint tokens, along the first dimension: outputs ``[parts, ..., d]``, lses ``[parts, ...]``."""
     lse = lses.logsumexp(dim=0)
-    weights = (lses - lse).exp().nan_to_num()
+    weights = (lses - lse).exp().masked_fill(lses == -math.inf, 0.0)  # parts that saw nothing; NaN stays NaN
     return (weights[..., None] * outputs).sum(dim=0), lse
 
 
@@ -624,7 +637,6 @@ def split_kv_decode(q, k, v, n_splits):
 q, k, v = torch.randn(9, 1, 64), torch.randn(3, 1000, 64), torch.randn(3, 1000, 64)
 exact = dense_attention(q.double(), k.double(), v.double())[0]
 split_errors = {n: (split_kv_decode(q, k, v, n)[0].double() - exact).abs().max().item() for n in (1, 2, 7, 64, 1000)}
-assert max(split_errors.values()) < 1e-6
 
 
 # %%
@@ -697,7 +709,6 @@ with_cascade, without = SlowMemory(**group), SlowMemory(**group)
 cascade_error = (cascade_decode(with_cascade, n_seqs) - plain_decode(without, n_seqs)).abs().max().item()
 private_words = sum(t.numel() for t in private.values())
 prefix_reads = [(m.words - private_words) / (2 * 3 * n_prefix * 64) for m in (without, with_cascade)]
-assert prefix_reads == [n_seqs, 1] and cascade_error < 1e-5
 run.measured("prefix_rows_read_without_over_with_cascade", prefix_reads[0] / prefix_reads[1])
 Markdown(
     f"The prefix is read **{prefix_reads[0]:g}** times without and **{prefix_reads[1]:g}** time with the cascade; all rows "
@@ -708,8 +719,8 @@ Markdown(
 # ### FlashAttention-3: FP8 that survives outliers
 #
 # Half the bits are twice the arithmetic on a Hopper GPU, if the numbers survive. E4M3 keeps three bits of mantissa. One
-# scale for a whole tensor is set by its largest element. FlashAttention-3 changes two things: one scale for each
-# *block* of tokens, and **incoherent processing**: queries and keys are multiplied by the same random orthogonal
+# scale for a whole tensor is set by its largest element. FlashAttention-3 changes two things: one scale for each *head
+# and block* of tokens, and **incoherent processing**: queries and keys are multiplied by the same random orthogonal
 # matrix, which spreads an outlier over all channels. Since $(QR)(KR)^\top = QK^\top$, the scores do not change. The
 # matrix is a Hadamard matrix with random signs. Here it is emulated: values are rounded to E4M3, products are taken in
 # fp32.
@@ -736,7 +747,10 @@ def to_fp8(x, block=None):
 
 
 def fp8_attention(q, k, v, causal, block=None, rotation=None):
-    """Attention with q, k, v and the weights in E4M3; sums in fp32. Shapes as in `flash_forward`."""
+    """Attention with q, k, v and the weights in E4M3; sums in fp32. Shapes as in `flash_forward`.
+
+    (The paper's baseline with one scale keeps its weights in FP16; here all ways round them alike.)
+    """
     q_per_kv = q.shape[0] // k.shape[0]
     if rotation is not None:
         q, k = q @ rotation, k @ rotation
@@ -751,8 +765,9 @@ def fp8_attention(q, k, v, causal, block=None, rotation=None):
 
 # %% [markdown]
 # The queries, keys and values are the real model's, over a page of prose: queries from a hook on the projection, turned
-# by RoPE as the model does; keys and values from its cache. The last lines use the paper's own synthetic inputs,
-# normal, with a normal ten times as wide added to one element in a thousand.
+# by RoPE as the model does; keys and values from its cache. A second hook keeps what the model's own attention gave, so
+# that we can tell whether we caught the right tensors. The last lines use the paper's own synthetic inputs, normal, with
+# a normal ten times as wide added to one element in a thousand.
 
 # %%
 model = models.load_model(run.profile.model, dtype="float32" if device == "cpu" else run.dtype, device=device)
@@ -761,11 +776,11 @@ shape = models.kv_shape(model.config)
 n_real = 384
 ids = corpora.prose_ids(tokenizer, "evaluation", n_real).to(device)
 layers = list(range(0, shape.n_layers, 3))
-projected = {}
-hooks = [
-    model.model.layers[i].self_attn.q_proj.register_forward_hook(lambda _, __, y, i=i: projected.update({i: y[0]}))
-    for i in layers
-]
+projected, attended, hooks = {}, {}, []
+for i in layers:
+    attention = model.model.layers[i].self_attn
+    hooks.append(attention.q_proj.register_forward_hook(lambda _, __, y, i=i: projected.update({i: y[0]})))
+    hooks.append(attention.o_proj.register_forward_pre_hook(lambda _, x, i=i: attended.update({i: x[0][0]})))
 cache = kv_adapter.new_cache("dynamic", model.config)
 model(ids[None], past_key_values=cache, logits_to_keep=1)
 for hook in hooks:
@@ -792,9 +807,18 @@ real = {
     )
     for layer in layers
 }
-ours, _ = flash_forward(*real[layers[1]])
-grouped_sdpa = F.scaled_dot_product_attention(*(x[None] for x in real[layers[1]]), is_causal=True, enable_gqa=True)[0]
-assert (ours - grouped_sdpa).abs().max() < 1e-4 * max(1.0, real[layers[1]][2].abs().max().item())
+differences = {
+    layer: (flash_forward(*real[layer])[0].transpose(0, 1).flatten(1) - attended[layer].float().cpu())
+    .abs()
+    .max()
+    .item()
+    / max(1.0, real[layer][2].abs().max().item())
+    for layer in layers
+}
+assert max(differences.values()) < (1e-4 if model.dtype == torch.float32 else 3e-2)
+print(
+    f"our attention against the model's own, {len(layers)} layers: largest difference {max(differences.values()):.0e}"
+)
 {f"layer {layer}": [tuple(x.shape) for x in real[layer]] for layer in layers[:1]}
 
 
@@ -811,9 +835,14 @@ def fp8_row(name, q, k, v, causal):
     return {"inputs": name, **rmse, "one scale / both": rmse["one scale"] / rmse["both"]}
 
 
-def outliers():
-    shape_ = (4, n_real, shape.head_dim)
+def outliers(n):
+    shape_ = (2, n, shape.head_dim)
     return torch.randn(shape_) + 10 * torch.randn(shape_) * (torch.rand(shape_) < 0.001)
+
+
+def synthetic(n, draws=4):
+    rows = [fp8_row(f"synthetic, {n} tokens, draw {i}", *(outliers(n) for _ in "qkv"), False) for i in range(draws)]
+    return pd.DataFrame(rows)
 
 
 # %%
@@ -821,10 +850,12 @@ fp8 = pd.DataFrame([fp8_row(f"layer {layer}", *real[layer], True) for layer in l
 fp8_gain = paired_ratio(fp8["one scale"].tolist(), fp8["both"].tolist(), seed=SEED)
 rotation_gain = paired_ratio(fp8["one scale"].tolist(), fp8["rotated"].tolist(), seed=SEED)
 block_gain = paired_ratio(fp8["one scale"].tolist(), fp8["scale a block"].tolist(), seed=SEED)
-run.measured("fp8_error_over_rotated_fp8_error", fp8_gain.ratio)
-draws = pd.DataFrame([fp8_row(f"synthetic, draw {i}", *(outliers() for _ in range(3)), False) for i in range(4)])
-synthetic_gain = paired_ratio(draws["one scale"].tolist(), draws["both"].tolist(), seed=SEED)
-with_synthetic = pd.concat([fp8, draws], ignore_index=True)
+run.measured("fp8_error_saved_by_blocks_and_rotation", fp8_gain.ratio)
+short, long = synthetic(n_real), synthetic(2048)
+short_gain, synthetic_gain = (
+    paired_ratio(x["one scale"].tolist(), x["both"].tolist(), seed=SEED) for x in (short, long)
+)
+with_synthetic = pd.concat([fp8, long], ignore_index=True)
 with_synthetic.style.format("{:.1e}", subset=list(fp8.columns[1:5])).format("{:.2f}", subset=[fp8.columns[5]]).hide()
 
 # %%
@@ -847,16 +878,17 @@ run.figure(
 
 # %%
 Markdown(
-    f"Error with one scale over error with each way, mean over {fp8_gain.n} layers with an interval: blocks alone "
-    f"**{block_gain}**, rotation alone **{rotation_gain}**, both **{fp8_gain}**. The paper reports 2.6x on its synthetic "
-    f"inputs; our emulation gave {synthetic_gain} there."
+    f"Error with one scale over error with each way, mean over {fp8_gain.n} layers of one text with one rotation, and an "
+    f"interval: blocks alone **{block_gain}**, rotation alone **{rotation_gain}**, both **{fp8_gain}**. The paper reports "
+    f"2.6x on its synthetic inputs, of a length that it does not name; our emulation gave {short_gain} there on "
+    f"{n_real} tokens and {synthetic_gain} on 2048."
 )
 
 # %% [markdown]
-# Look for layers below one: there it made things worse. The paper's own ablation says which of the two
+# Where a line is below one, that way made things worse. The paper's own ablation says which of the two
 # matters (without rotation its error is back at the baseline's; without blocks it hardly moves). The size of the gain
-# is a property of the inputs: how far the largest element of a tensor stands above the others. A model without strong
-# outliers in queries and keys gains little.
+# is a property of the inputs: how far the largest element of a tensor stands above the others, and a longer tensor has a
+# larger one. A model without strong outliers in queries and keys gains little.
 #
 # ### FlashAttention-3: asynchrony, as a model
 #
@@ -1210,11 +1242,11 @@ paged_errors = {}
 for n_splits in (1, 4) if not not_here else ():
     got, _ = triton_decode(*placed, block_size, n_splits, block_n=32)
     paged_errors[n_splits] = (got.double().cpu() - dense).abs().max().item()
-largest_score = (q_real[:: q_real.shape[0] // k_real.shape[0]] @ k_real.mT).abs().max().item() / shape.head_dim**0.5
+scores = q_real.unflatten(0, (shape.n_kv_heads, -1)) @ k_real[:, None].mT / shape.head_dim**0.5
+largest_score = scores.abs().max().item()
 allowed = (
     2e-6 * max(1.0, v_real.abs().max().item()) * max(1.0, largest_score / 16)
 )  # fp32 rounds large scores more coarsely
-assert all(error <= allowed for error in paged_errors.values())
 print(f"paged decode kernel, {how}; error by number of splits:", {n: f"{e:.0e}" for n, e in paged_errors.items()})
 
 # %% [markdown]
@@ -1222,19 +1254,21 @@ print(f"paged decode kernel, {how}; error by number of splits:", {n: f"{e:.0e}" 
 #
 # ### Time: math against flash
 #
-# Back to PyTorch's two kernels, and now the clock. Calls alternate, and the ratio is paired.
+# Back to PyTorch's two kernels, and now the clock. The ratio is paired, and either kernel goes first in every other pair.
 
 
 # %%
-def time_pairs(first, second, repeats=run.profile.repeats):
-    """How many times longer `first` takes than `second`; calls alternate, the first pair is dropped."""
-    _, seconds = step_seconds((call() for _ in range(repeats + 1) for call in (first, second)), device)
-    return paired_ratio(seconds[2::2], seconds[3::2], seed=SEED), min(seconds[2::2]), min(seconds[3::2])
+def time_pairs(first, second, repeats=2 * run.profile.repeats):
+    """How many times longer `first` takes than `second`: every other pair is turned round, and one is dropped."""
+    order = [which for i in range(repeats + 1) for which in ((0, 1) if i % 2 else (1, 0))]
+    _, seconds = step_seconds(((first, second)[which]() for which in order), device)
+    a, b = ([s for s, w in zip(seconds[2:], order[2:], strict=True) if w == which] for which in (0, 1))
+    return paired_ratio(a, b, seed=SEED), min(a), min(b)
 
 
 def time_row(n):
     q = inputs(n)
-    repeats = min(run.profile.repeats, max(3, 8192 // n))  # fewer of the long ones
+    repeats = min(2 * run.profile.repeats, max(4, 8192 // n))  # fewer of the long ones
     ratio, slow, quick = time_pairs(lambda: sdpa("math", *q), lambda: sdpa("flash", *q), repeats)
     return {
         "N": n,
@@ -1335,17 +1369,18 @@ def prepared(program, q, k, v):
 # %% [markdown]
 # Each program gets its error against fp64 on the last query (no speed without quality), its rates, its share of the
 # measured roof, and a paired ratio to SDPA's flash kernel. That kernel is also held against itself: how far such a row
-# is from one shows the noise of all the others.
+# is from one shows the noise of all the others. A causal prefill is credited with half of the table, whatever a kernel
+# computes beyond it. More than 100 % of the roof means that a cache held what we count as slow memory.
 
 
 # %%
 def program_row(program, n_q, n_k, n_heads=8):
-    """One program on one shape; intensity is counted from q, k, v and the output."""
+    """One program on one shape: useful FLOP/s (causal: half the table); intensity is counted from q, k, v and the output."""
     q, k, v = inputs(n_q, n_k, n_heads=n_heads)
     (call, last_row), (base_call, _) = prepared(program, q, k, v), prepared("SDPA flash", q, k, v)
     exact = dense_attention(q[0, :, -1:].double(), k[0].double(), v[0].double())[0][:, 0]
     error = (last_row(call()).double() - exact).abs().max().item()
-    ratio, _, seconds = time_pairs(base_call, call)
+    ratio, _, seconds = time_pairs(base_call, call, repeats=20)
     flops = 4 * n_q * n_k * 64 * n_heads / (2 if n_q == n_k else 1)
     n_bytes = 2 * (n_q + n_k) * 64 * n_heads * q.element_size()
     share = flops / seconds / roof.attainable(flops / n_bytes)
@@ -1413,17 +1448,20 @@ else:
 # %% [markdown]
 # ### Prefill or decode: who gains?
 #
-# Arithmetic intensity decides. For one head, a prefill does $4 N^2 d$ operations on $4 N d$ elements, and a decode step
-# $4 N d$ on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its table of
-# scores, written and read twice. The last point packs four query heads of a KV head into one call, as our decode kernel
-# does.
+# Arithmetic intensity decides. For one head, a causal prefill needs half of $4 N^2 d$ operations on $4 N d$ elements, and
+# a decode step $4 N d$ on $2 N d$. We measure both kernels on the roofline. The intensity of the math kernel counts its
+# table of scores, written and read twice. The last point packs four query heads of a KV head into one call, as our
+# decode kernel does.
 
 # %%
 context, many = lengths[4], 8
 
 
 def point(label, kernel, n_q, n_k, batch, causal):
-    """One measured point: FLOP per byte moved to and from slow memory (by count), and FLOP/s."""
+    """One measured point: FLOP per byte moved to and from slow memory (by count), and FLOP/s.
+
+    FLOP are the useful ones: half the table under a causal mask, though the math kernel computes all of it.
+    """
     q = inputs(n_q, n_k, n_heads=4, batch=batch)
     seconds = best_seconds(lambda: sdpa(kernel, *q, causal=causal), repeats=run.profile.repeats, device=device)
     flops = 4 * n_q * n_k * 64 * 4 * batch / (2 if causal else 1)
@@ -1476,19 +1514,17 @@ def soft_cap(score, batch, head, q_index, kv_index):
 # %%
 can_compile = device == "cuda" or shutil.which("g++") is not None
 q = inputs(1024)
-begun = time.perf_counter()
-compiled = torch.compile(flex_attention) if can_compile else None
 flex_calls = {"FlexAttention, direct": lambda: flex_attention(*q, score_mod=soft_cap)}
 if can_compile:
+    compiled = torch.compile(flex_attention)
     flex_calls["FlexAttention, compiled"] = lambda: compiled(*q, score_mod=soft_cap)
-    difference = (flex_calls["FlexAttention, compiled"]() - flex_calls["FlexAttention, direct"]()).abs().max().item()
+    begun = time.perf_counter()
+    got = flex_calls["FlexAttention, compiled"]()
+    print(f"first call, compiling included: {time.perf_counter() - begun:.1f} s")
+    difference = (got - flex_calls["FlexAttention, direct"]()).abs().max().item()
     assert difference < (1e-5 if run.dtype == "float32" else 3e-2)
-waited = time.perf_counter() - begun
-print(
-    f"first call, compiling included: {waited:.1f} s"
-    if can_compile
-    else "not run here: torch.compile needs a C++ compiler (g++)"
-)
+else:
+    print("not run here: torch.compile needs a C++ compiler (g++)")
 
 
 # %%
@@ -1532,8 +1568,8 @@ else:
 # ## Ledgers
 #
 # A whole model now, with one variable changed: how attention is computed. `eager` builds the table of scores in each of
-# the layers; `sdpa` leaves the choice to PyTorch, which takes its flash kernel. Prompts are long and answers
-# short, for that is where the difference must be.
+# the layers; `sdpa` leaves the choice to PyTorch, which takes its flash kernel where the inputs allow it. Prompts are long
+# and answers short, for that is where the difference must be.
 
 # %%
 from helpers.engines.transformers_engine import TransformersEngine
@@ -1557,15 +1593,15 @@ def run_with(attention):
         return engine.run(workload, warmup=1)
 
 
-records = {"eager attention": run_with("eager"), "SDPA (flash)": run_with("sdpa")}
+records = {"eager attention": run_with("eager"), "SDPA": run_with("sdpa")}
 
 # %% [markdown]
 # The eager program's own tokens are the reference for quality, so its score is one by definition; what counts is the
-# other's.
+# other's. A dozen tokens would show a broken kernel, and no finer difference.
 
 # %%
 outputs = {name: [trace.output_ids for trace in record.traces] for name, record in records.items()}
-protocol = f"held against eager attention, {n_answer} tokens each"
+protocol = f"held against eager attention, {len(requests)} x {n_answer} tokens"
 formula = models.kv_bytes(model.config, n_prompt + n_answer - 1, 1, run.dtype)
 eager, fused = (
     run.card(
@@ -1648,8 +1684,45 @@ pd.DataFrame([short_row(n) for n in (4, 16, 64)])
 # %% [markdown]
 # 3. **Whoever needs the weights.** They are never in memory. Methods that look at attention weights (notebooks 05 and 06)
 #    must compute them again, or use the log-sum-exp.
-# 4. **The backward pass does more arithmetic.** The scores were not kept, so they are computed again: five matrix
-#    products instead of four. That is the price the first sentence of this notebook spoke of, and exercise 04.4.
+# 4. **The backward pass does more arithmetic.** Training only: the scores were not kept, so they are computed again from
+#    $Q$, $K$ and the log-sum-exp. That is the price the first sentence of this notebook spoke of. We count the matrix
+#    products as PyTorch starts them, forward and backward, for autograd and for what FlashAttention keeps. (The backward
+#    pass below still fills its table; exercise 04.4 is the tiled one.)
+
+
+# %% tags=["algorithm"]
+def backward_from_lse(q, k, v, out, lse, d_out):
+    """Gradients of one head, no mask, from what FlashAttention keeps: the output and the log-sum-exp."""
+    scale = q.shape[1] ** -0.5
+    weights = (scale * q @ k.T - lse[:, None]).exp()  # the scores, once more
+    d_scores = weights * (d_out @ v.T - (d_out * out).sum(dim=1, keepdim=True))
+    return scale * d_scores @ k, scale * d_scores.T @ q, weights.T @ d_out
+
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def standard_both(q, k, v, d_out):
+    with torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(plain(*leaves), leaves, d_out)
+
+
+def flash_both(q, k, v, d_out):
+    out, lse = flash_forward(q[None], k[None], v[None], causal=False)
+    return backward_from_lse(q, k, v, out[0], lse[0], d_out)
+
+
+# %%
+n, d = 256, 32
+given, gradients, products = [torch.randn(n, d) for _ in range(4)], {}, {}
+for name, program in (("standard", standard_both), ("flash_1", flash_both)):
+    with FlopCounterMode(display=False) as counter:
+        gradients[name] = program(*given)
+    products[name] = counter.get_total_flops() / (2 * n * n * d)  # one product of N x N x d
+assert all((a - b).abs().max() < 1e-4 for a, b in zip(*gradients.values(), strict=True))
+print("matrix products, forward and backward:", {NAMES[name]: f"{count:g}" for name, count in products.items()})
 
 # %% [markdown]
 # ## Claims
@@ -1662,17 +1735,17 @@ on_gpu = device == "cuda"
 gpu_only = "" if on_gpu else "a GPU's speed; this machine's CPU time is no evidence for it"
 run.claim(
     "flashattention-exact",
-    bool(ours_fp32 < 2e-6 and ours_fp32 < 10 * math_fp32) and not errors["same bits"].all(),
+    bool(ours_fp32 < BOUNDS[torch.float32] and ours_fp32 < 10 * math_fp32) and not errors["same bits"].all(),
     f"largest error against fp64 {ours_fp32:.1e} in fp32 (the math kernel's: {math_fp32:.1e}); bits differ",
     reason="the same function up to rounding; not bit for bit",
 )
-fitted = fits.set_index(["algorithm", "exponent of"])["fit"]
+fitted = fits.set_index(["algorithm", "exponent of"])
 run.claim(
     "flashattention-io",
-    bool(fits["within"].all() and standard_over_flash > 1),
+    bool(fits["within"].all() and (fits["+-"] < 0.05).all() and standard_over_flash > 1),
     "exponents of N, d, M: "
-    + ", ".join(f"{fitted['flash_1', what]:.3f}" for what in along)
-    + f"; {standard_over_flash:.1f}x fewer words",
+    + ", ".join(f"{fitted['exponent']['flash_1', what]:.3f} +- {fitted['+-']['flash_1', what]:.3f}" for what in along)
+    + f"; {standard_over_flash:.1f}x fewer words at N=4096",
 )
 octaves = math.log(lengths[-1] / lengths[0])
 growth = {
@@ -1684,15 +1757,13 @@ run.claim(
     f"exponents of N: math {growth['math']:.2f}, flash {growth['flash']:.2f}, ratio {growth['math / flash']:.2f}, from "
     f"{peaks['math / flash'].iloc[0]:.0f}x at {lengths[0]} to {peaks['math / flash'].iloc[-1]:.0f}x at {lengths[-1]} tokens",
 )
+fewer_words = words_moved("standard", 1024, 64, 48 * 1024) / words_moved("flash_1", 1024, 64, 48 * 1024)
 run.claim(
     "flashattention-more-arithmetic",
-    bool(
-        operations.loc["flash_1", "rescales"] > 0
-        and operations.loc["flash_1", "exponentials"] == operations.loc["standard", "exponentials"]
-    )
-    and words_moved("flash_1", 1024, 64, 48 * 1024) < words_moved("standard", 1024, 64, 48 * 1024),
-    f"as many exponentials, {operations.loc['flash_1', 'rescales']} rescales more; at N=1024, d=64: "
-    f"{words_moved('standard', 1024, 64, 48 * 1024) / words_moved('flash_1', 1024, 64, 48 * 1024):.1f}x fewer words",
+    products["flash_1"] > products["standard"] and fewer_words > 1,
+    f"{products['flash_1']:g} matrix products against {products['standard']:g}, forward and backward: "
+    f"{products['flash_1'] / products['standard']:.2f}x (the paper's FLOP: {75.2 / 66.6:.2f}x); forward at N=1024, d=64: "
+    f"{fewer_words:.1f}x fewer words",
 )
 speed = run.claim(
     "flashattention-speed",
@@ -1705,8 +1776,8 @@ by_output = operations["divisions an output element"]
 run.claim(
     "flashattention-2-work",
     bool(more_units == 64 and by_output["flash_2"] == 1 and by_output["flash_1"] > 1),
-    f"{more_units:g}x the units at 4096 tokens; divisions an output element: {by_output['flash_1']:g}, then "
-    f"{by_output['flash_2']:g}",
+    f"{more_units:g}x the units at 4096 tokens (by formula); with equal blocks, divisions an output element: "
+    f"{by_output['flash_1']:g}, then {by_output['flash_2']:g}",
 )
 run.claim("flashattention-2-speed", None, "-", reason="needs both versions' kernels on an A100")
 run.claim(
@@ -1720,7 +1791,7 @@ unit_counts = decode_units["without splits"], decode_units["with splits of 256 t
 run.claim(
     "flash-decoding-splits",
     max(split_errors.values()) < 1e-6
-    and bool(unit_counts[1].is_monotonic_increasing)
+    and bool(unit_counts[1].is_monotonic_increasing and unit_counts[1].is_unique)
     and unit_counts[0].nunique() == 1,
     f"error {max(split_errors.values()):.0e} for 1 to 1000 splits; units from {unit_counts[1].iloc[0]} to "
     f"{unit_counts[1].iloc[-1]}, without splits {unit_counts[0].iloc[0]}",
@@ -1736,7 +1807,7 @@ run.claim(
 run.claim(
     "flashinfer-cascade",
     prefix_reads == [n_seqs, 1] and cascade_error < 1e-5,
-    f"prefix read {prefix_reads[1]:g} time instead of {prefix_reads[0]:g}; outputs differ by {cascade_error:.0e}",
+    f"counted: prefix read {prefix_reads[1]:g} time instead of {prefix_reads[0]:g}; outputs differ by {cascade_error:.0e}",
 )
 run.claim("flashinfer-itl", None, "-", reason="needs a GPU server with two attention backends")
 run.claims()
@@ -1757,7 +1828,8 @@ guesses
 # ### 04.1 Two libraries, one merge (easy)
 #
 # One half of the tokens was attended to by FlashAttention, whose log-sum-exp is natural; the other by FlashInfer, whose
-# log-sum-exp has base 2. Merge them.
+# log-sum-exp has base 2. Merge them. (Libraries also disagree about rows that saw nothing; here both say $-\infty$. See the
+# pitfalls.)
 
 
 # %% tags=["exercise"]
@@ -1779,7 +1851,7 @@ def merge_mixed(out_a, lse_a, out_b, lse_b_base2):
 def merge_mixed(out_a, lse_a, out_b, lse_b_base2):
     lse_b = lse_b_base2 * math.log(2)
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = ((part - lse).exp().nan_to_num()[:, None] for part in (lse_a, lse_b))
+    weight_a, weight_b = ((part - lse).exp().masked_fill(part == -math.inf, 0.0)[:, None] for part in (lse_a, lse_b))
     return weight_a * out_a + weight_b * out_b, lse
 
 
@@ -1790,8 +1862,8 @@ run.check("04.1", merge_mixed)
 # ### 04.2 Find the bug (medium)
 #
 # This function takes any mask. Its author tested it on a hundred causal masks: no difference from dense attention. In
-# production, with sliding windows and with prompts padded on the left, whole batches turned into NaN. Return a mended
-# version, and say why the author's test could not see it.
+# production, with sliding windows and with prompts padded on the left, outputs turned into NaN. Return a mended version,
+# and say why the author's test could not see it.
 
 
 # %% tags=["exercise"]
@@ -1881,7 +1953,7 @@ run.check("04.3", causal_words)
 #
 # $$ dQ = \tfrac{1}{\sqrt d}\, dS\, K, \quad dK = \tfrac{1}{\sqrt d}\, dS^\top Q . $$
 #
-# Write it without ever holding a full table: the checker looks at the size of what you make.
+# Write it without ever holding a full table: the checker looks at the size of every tensor that you make in PyTorch.
 
 
 # %% tags=["exercise"]
@@ -1931,8 +2003,8 @@ def best_splits(n_tokens, block_n, n_units, n_processors, merge_cost):
     """The number of splits with the least modelled time; of equal times the smallest number.
 
     A split takes whole blocks of `block_n` tokens, one unit of time a block; there may be at most as many splits as blocks.
-    `n_units` times the splits run on `n_processors`, in waves; each wave takes as long as its longest split. With more than
-    one split, the merge adds `merge_cost` for each split.
+    There are `n_units` times as many pieces of work as splits; `n_processors` of them run at once, in waves, and each wave
+    takes as long as its longest split. With more than one split, the merge adds `merge_cost` for each split.
     """
     raise NotImplementedError
 
@@ -1961,7 +2033,9 @@ run.check("04.5", best_splits)
 #
 # - **Where do the queries stand?** FlashAttention since 2.1 puts them at the end of the keys, PyTorch's `is_causal` at
 #   the beginning. A square test sees no difference; a decode step then sees one key.
-# - **Rows that see nothing** are zeros and $-\infty$ in good kernels, and NaN elsewhere. Test windows and padding.
+# - **Rows that see nothing** give zeros in good kernels, and NaN elsewhere. Their log-sum-exp is $-\infty$ here,
+#   $+\infty$ from an unsplit call of FlashAttention-2, and one or the other from FlashAttention-3, by its version. vLLM turns
+#   $+\infty$ round before it merges. Test windows and padding.
 # - **Natural or base 2?** FlashAttention and FlashInfer disagree about the log-sum-exp.
 # - **"Bit for bit" is not a test.** Compare with fp64, with a bound for each dtype.
 # - **An interpreter is not a GPU.** Triton 3.9's multiplied bf16 wrongly here (hence `UPCAST`), and it cannot show a race, a

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import exercises
 from helpers.paged_kv import BlockManager, PagedKVCache
@@ -145,6 +146,22 @@ def check_merge(nb):
 
 def test_merging_is_associative_with_an_identity(nb):
     check_merge(nb)
+
+
+def check_nan_is_kept(nb):
+    """Zeros stand for "nothing seen" alone: a NaN in the inputs must come out as NaN."""
+    q, k, v = made(1, 1, 4, 6, 8, torch.float32)
+    q[0, 2, 0] = math.nan
+    for program in (nb.flash_forward, nb.dense_attention):
+        out = program(q, k, v)[0]
+        assert out[0, 2].isnan().all() and not out[0, [0, 1, 3]].isnan().any()
+    for spoiled in (math.nan, math.inf):  # plus infinity: how FlashAttention-2 marks a row that saw nothing
+        out, _ = nb.merge(torch.ones(2, 2, 8), torch.tensor([[0.0, 0.0], [spoiled, -math.inf]]))
+        assert out[0].isnan().all() and (out[1] == 1).all()
+
+
+def test_nan_is_not_hidden(nb):
+    check_nan_is_kept(nb)
 
 
 def check_cascade(nb, n_seqs=4, n_prefix=37):
@@ -282,6 +299,23 @@ def test_words_follow_the_theorem(nb):
     assert nb.words_moved("standard", **base) == nb.words_moved("standard", **{**base, "fast_words": 1})
 
 
+def test_the_backward_pass_takes_the_scores_twice(nb):
+    """Seven matrix products instead of autograd's six, whether in tiles or not, and the same gradients."""
+    n, d = 64, 16
+    q, k, v, d_out = (torch.randn(n, d, dtype=torch.float64) for _ in range(4))
+    with FlopCounterMode(display=False) as standard, torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad((leaves[0] @ leaves[1].T / d**0.5).softmax(1) @ leaves[2], leaves, d_out)
+    assert standard.get_total_flops() == 6 * 2 * n * n * d
+    for backward in (nb.backward_from_lse, lambda *arguments: right("04.4")(*arguments, False)):
+        with FlopCounterMode(display=False) as flash:
+            out, lse = nb.flash_forward(q[None], k[None], v[None], False, 16, 32)
+            gradients = backward(q, k, v, out[0], lse[0], d_out)
+        assert flash.get_total_flops() == 7 * 2 * n * n * d
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert (ours - theirs).abs().max() < 1e-12
+
+
 def test_units_of_work(nb):
     assert nb.work_units("flash_1", 3, 8, 5000) == nb.work_units("flash_1", 3, 8, 1) == 24
     assert nb.work_units("flash_2", 3, 8, 5000) == 24 * 79
@@ -387,19 +421,29 @@ TWINS = {
     ),
     "tiled: log-sum-exp without the sum": ("(highest + total.log())[..., 0]", "highest[..., 0]", check_tiled),
     "split: parts weighed alike": (
-        "(lses - lse).exp().nan_to_num()",
+        "(lses - lse).exp().masked_fill(lses == -math.inf, 0.0)",
         "torch.full_like(lses, 1 / len(lses))",
         check_split,
     ),
     "split: weights from the wrong base": (
-        "(lses - lse).exp().nan_to_num()",
-        "(lses - lse).exp2().nan_to_num()",
+        "(lses - lse).exp()",
+        "(lses - lse).exp2()",
         check_split,
     ),
     "merge: an empty part spoils the others": (
-        "weights = (lses - lse).exp().nan_to_num()",
+        "weights = (lses - lse).exp().masked_fill(lses == -math.inf, 0.0)",
         "weights = (lses - lse).exp()",
         check_merge,
+    ),
+    "merge: NaN hidden": (
+        "(lses - lse).exp().masked_fill(lses == -math.inf, 0.0)",
+        "(lses - lse).exp().nan_to_num()",
+        check_nan_is_kept,
+    ),
+    "dense: NaN hidden": (
+        "(scores - lse[..., None]).exp().masked_fill(scores == -math.inf, 0.0)",
+        "(scores - lse[..., None]).exp().nan_to_num()",
+        check_nan_is_kept,
     ),
     "cascade: the prefix left out": (
         "pair = torch.stack([shared[:, i], own[:, 0]])",
@@ -437,6 +481,11 @@ TWINS = {
     "counts: a write that is not counted": (
         "self.tensors[name][rows] = part\n        self.words += part.numel()",
         "self.tensors[name][rows] = part",
+        check_counts,
+    ),
+    "counts: a division more than counted": (
+        "memory.divide(mixed, total)",
+        "memory.divide(memory.divide(mixed, total), torch.ones_like(total))",
         check_counts,
     ),
     "fp8: a matrix that is not orthogonal": ("signs * matrix / size**0.5", "signs * matrix / size", check_fp8),
@@ -619,7 +668,7 @@ WRONG = [
     ("04.3", _half, "read whole"),
     ("04.3", _no_statistics, "read whole"),
     ("04.3", _whole_ragged_tiles, "ragged"),
-    ("04.4", _dense_backward, "n * n elements"),
+    ("04.4", _dense_backward, "PyTorch tensor holds n * n elements"),
     ("04.4", _no_mean, "equals autograd's"),
     ("04.4", _ignores_the_mask, "under a causal mask"),
     ("04.4", _no_scale, "dk equals autograd's"),
@@ -666,4 +715,12 @@ def _in_numpy(out_a, lse_a, out_b, lse_b_base2):
 
 def test_right_answers_of_another_form_pass():
     result = exercises.check("04.1", _in_numpy)
+    assert result.state == "pass", result.message
+
+
+def test_gradients_summed_in_fp32_pass():
+    def summed_in_fp32(q, k, v, out, lse, d_out, causal, block=32):
+        return tuple(x.float() for x in right("04.4")(q, k, v, out, lse, d_out, causal, block))
+
+    result = exercises.check("04.4", summed_in_fp32)
     assert result.state == "pass", result.message
