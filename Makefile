@@ -1,7 +1,7 @@
 # Every target sets the environment up by itself; `python3 -m helpers` does the same without make.
 PYTHON ?= python3
 NB ?=
-HELPERS = @command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on PATH; the course needs Python 3.11, 3.12 or 3.13." >&2; exit 3; }; $(PYTHON) -m helpers
+HELPERS = @command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on PATH; the course needs Python 3.11, 3.12 or 3.13. Name one that exists: make run PYTHON=python3.12" >&2; exit 3; }; $(PYTHON) -m helpers
 
 .PHONY: run test lab notebooks bench report doctor clean
 .DEFAULT_GOAL := run

@@ -20,7 +20,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues the set-up.", file=sys.stderr)
+        print("\nInterrupted. The same command makes the environment anew; downloads are kept.", file=sys.stderr)
         return 130
     from helpers.cli import run_cli
 

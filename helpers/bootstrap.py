@@ -309,7 +309,7 @@ def only_one(folder: Path = BUILD) -> Iterator[int]:
         import fcntl
     except ImportError as error:
         raise EnvironmentSetupError(
-            "The course sets itself up on Linux and macOS only.", "On Windows use WSL, Docker or Colab (README)."
+            "The course sets itself up on Linux and macOS only.", "On Windows use WSL, and start again there."
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "setup.lock").open("w") as lock:
@@ -369,7 +369,7 @@ def _verify(python: str, steps: Steps) -> None:
         lacks = answer.stdout.strip() or answer.stderr.strip().splitlines()[-1]
         raise EnvironmentSetupError(
             f"{LOCK.name} has no builds for this system ({sys.platform}, {os.uname().machine}); missing: {lacks}.",
-            f"Use Docker or Colab (README). The full log is {steps.log}.",
+            f"Use Linux on x86-64, for example in a container. The full log is {steps.log}.",
         )
 
 

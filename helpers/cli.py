@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from helpers.profile import Profile
 
 app = typer.Typer(
-    name="python -m helpers",
+    name="python3 -m helpers",
     help="A reading course on efficient LLM inference in which every paper runs.",
     epilog="Start with: run 00, then lab. PAPERS_DEBUG=1 shows the full trace of an error.",
     no_args_is_help=True,
@@ -174,7 +174,7 @@ def build(
         if findings:
             raise NotebookError(
                 f"{len(findings)} things are wrong with the notebooks.",
-                "Mend the sources, then: python -m helpers build",
+                "Mend the sources, then: python3 -m helpers build",
             )
         print("Every notebook is current, executed and within its limits.")
         return
@@ -286,7 +286,7 @@ def run_cli(arguments: list[str]) -> int:
     """Run one command, return its exit code; a `CourseError` is printed, and traced only with PAPERS_DEBUG."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="python -m helpers", standalone_mode=False)
+        result = command.main(args=arguments, prog_name="python3 -m helpers", standalone_mode=False)
         if result == 130:
             # typer turns Ctrl-C into this exit code by itself, without a word.
             raise KeyboardInterrupt
@@ -297,10 +297,13 @@ def run_cli(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("\nInterrupted. Nothing done is lost: the same command continues where it stopped.", file=sys.stderr)
+        print(
+            "\nInterrupted. What is done is kept; the same command starts with what was interrupted.",
+            file=sys.stderr,
+        )
         return 130
     except typer.Exit as stop:
         return stop.exit_code
     except typer.TyperException as error:
-        print(f"{error.format_message()} See: python -m helpers --help", file=sys.stderr)
+        print(f"{error.format_message()} See: python3 -m helpers --help", file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from helpers.errors import UnknownNameError, suggest
+from helpers.errors import EnvironmentSetupError, UnknownNameError, suggest
 from helpers.hardware import DtypeName, Hardware, describe, pick_dtype
 
 
@@ -114,6 +114,15 @@ PROFILES: dict[str, Profile] = {
         ),
     )
 }
+
+
+def check_possible(profile: Profile, hardware: Hardware | None = None) -> None:
+    """Raise `EnvironmentSetupError` where `profile` wants a GPU and there is none."""
+    if profile.device == "cuda" and not (hardware or describe()).gpus:
+        raise EnvironmentSetupError(
+            f"The profile {profile.name} needs an NVIDIA GPU, and none was found.",
+            "Take the profile smoke, or auto; python3 -m helpers doctor says what this machine can do.",
+        )
 
 
 def resolve(name: str = "auto", hardware: Hardware | None = None) -> tuple[Profile, str]:

@@ -64,7 +64,7 @@ def status(name: str) -> ToolboxStatus:
         name=name,
         purpose=PURPOSES[name],
         installed=installed,
-        remedy="" if installed else f"python -m helpers toolbox {name}",
+        remedy="" if installed else f"python3 -m helpers toolbox {name}",
     )
 
 

@@ -115,7 +115,7 @@ def read_notebook(path: Path) -> NotebookNode:
     try:
         return nbformat.read(path, as_version=4)
     except FileNotFoundError as error:
-        raise NotebookError(f"{path} does not exist.", "Build it: python -m helpers build") from error
+        raise NotebookError(f"{path} does not exist.", "Build it: python3 -m helpers build") from error
     except UNREADABLE as error:
         raise NotebookError(f"{path} is not a notebook: {_reason(str(error))}", "Build it anew.") from error
 

@@ -61,9 +61,9 @@ def material_lines() -> list[Line]:
     """The bundled model, the cache folder, the toolboxes."""
     converted = cache_dir() / models.BUNDLED / "hf-bf16"
     if not converted.exists():
-        model = Line("bundled model", False, "not fetched yet; bring it with: python -m helpers model")
+        model = Line("bundled model", False, "not fetched yet; bring it with: python3 -m helpers model")
     elif damaged := models.damaged_files(converted):
-        model = Line("bundled model", False, f"damaged ({', '.join(damaged)}); mend it with: python -m helpers model")
+        model = Line("bundled model", False, f"damaged ({', '.join(damaged)}); mend it with: python3 -m helpers model")
     else:
         model = Line("bundled model", True, "verified; notebooks of the smoke profile need no network")
     place = _existing(cache_dir())

@@ -117,7 +117,7 @@ def load(folder: Path, names: Iterable[str] | None = None) -> Scoreboard:
     wanted = None if names is None else set(names)
     paths = [path for path in sorted(folder.rglob("results.json")) if wanted is None or path.parent.name in wanted]
     if not paths:
-        raise RecordError(f"There is no results.json under {folder}.", "Run notebooks first: python -m helpers run")
+        raise RecordError(f"There is no results.json under {folder}.", "Run notebooks first: python3 -m helpers run")
     for path in paths:
         try:
             results = read_results(path)

@@ -93,6 +93,7 @@ def run_one(
     RecordError : the folder is full or read-only; ``results.json`` is missing or corrupt.
     """
     profile, _ = profiles.resolve(settings.profile)
+    profiles.check_possible(profile)
     notebook = read_source(entry)
     check_parameters(entry.name, notebook, list(settings.parameters))
     folder = out.resolve() / entry.name
@@ -211,7 +212,7 @@ def _explain(name: str, error: BaseException, watch: Watch, saved: Path | None, 
     if watch.current is None:
         return NotebookError(
             f"{name}: the kernel did not start, twice: {str(error).strip() or type(error).__name__}.",
-            f"Try: {Path(sys.executable).name} -m ipykernel_launcher --version; python -m helpers doctor",
+            f"Try: {Path(sys.executable).name} -m ipykernel_launcher --version; python3 -m helpers doctor",
         )
     if isinstance(error, (CellTimeoutError, TimeoutError)):
         return NotebookError(f"{where} ran longer than {timeout_s:g} s.", f"Allow more: --timeout S. {kept}")
@@ -289,6 +290,7 @@ def run(
     console = console or Console()
     entries = find(names, folder)
     profile, reason = profiles.resolve(settings.profile)
+    profiles.check_possible(profile)
     settings = settings.model_copy(update={"profile": profile.name})
     for entry in entries:
         check_parameters(entry.name, read_source(entry), list(settings.parameters))

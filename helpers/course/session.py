@@ -27,7 +27,7 @@ from helpers.files import write_text
 from helpers.hardware import Hardware, describe, restart_needed
 from helpers.ledgers import LedgerCard, cards_frame
 from helpers.paths import BUILD
-from helpers.profile import Profile, resolve
+from helpers.profile import Profile, check_possible, resolve
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -215,7 +215,8 @@ def start(notebook: str, profile: str = "auto", seed: int = 0, out: str | None =
     Raises
     ------
     UnknownNameError : there is no such profile.
-    EnvironmentSetupError : an installed package differs from the one already loaded (restart the session).
+    EnvironmentSetupError : the profile needs a GPU and there is none; or an installed package differs from the one already
+        loaded (restart the session).
     """
     if stale := restart_needed():
         raise EnvironmentSetupError("; ".join(stale) + ".", "Restart the session (kernel), then run from the top.")
@@ -225,6 +226,7 @@ def start(notebook: str, profile: str = "auto", seed: int = 0, out: str | None =
     import torch
 
     chosen, why = resolve(profile)
+    check_possible(chosen)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from helpers.errors import UnknownNameError, suggest
 
+TO_DO = "Fill in the exercise's cell (the one with the docstring), run it, skip the solution, then run this cell again."
+
 State = Literal["pass", "fail", "not attempted"]
 TIME_LIMIT_S = 20.0
 """Seconds that all calls of one check may take together."""
@@ -105,7 +107,10 @@ def check(exercise_id: str, answer: Any) -> ExerciseResult:
         return ExerciseResult(id=exercise_id, title=title, state=state, message=message)
 
     if answer is None or answer is ...:
-        return result("not attempted", "Fill in the cell above, then run this one again.")
+        return result(
+            "not attempted",
+            TO_DO,
+        )
     try:
         with _time_limit(TIME_LIMIT_S):
             checker(answer)
@@ -113,7 +118,10 @@ def check(exercise_id: str, answer: Any) -> ExerciseResult:
         where = f"\n  input:    {error.given}" if error.given else ""
         return result("fail", f"Your code ran for more than {TIME_LIMIT_S:g} s.{where}")
     except NotImplementedError:
-        return result("not attempted", "Fill in the cell above, then run this one again.")
+        return result(
+            "not attempted",
+            TO_DO,
+        )
     except Mismatch as error:
         return result("fail", f"First broken property: {error}")
     except Exception as error:

@@ -991,6 +991,10 @@ run.figure(plots.predictions(guesses.dropna(), title="Predicted over measured"),
 # %% [markdown]
 # ## Exercises
 #
+# Write into the cell that raises `NotImplementedError` and run it. Then **skip the collapsed cell** after the hint: it holds a
+# solution and, once run, replaces your function. Then run the check. (*Run All* runs the solutions too, so its PASS says
+# nothing about you.)
+#
 # ### 00.1 · Metrics from chunks (easy)
 #
 # Chunks are `(time, n_tokens)`. Some hold no token, the first may hold several. Return `{"ttft": ..., "tpot": ..., "itl":

@@ -371,9 +371,9 @@ run.figure(
 
 # %% [markdown]
 # Read the two slopes. A step with a cache is nearly flat: at these lengths it is the reading of all weights that takes the
-# time. A step without one rises with the context. Towards the left the lines approach each other, and in the table of the
-# first tokens the ratio begins near one. That too is a result: a product over a few rows costs hardly more than over one, as
-# long as reading the weights is the bottleneck.
+# time. A step without one rises with the context. Then look at the table of the first tokens: its ratios stay far below the
+# $(n+1)/2$ of the counts. Reading the weights costs the same for one row as for a few, so recomputing a few tokens is cheaper
+# than counting them suggests.
 
 # %% [markdown]
 # ### Growing it without copying
@@ -870,7 +870,9 @@ run.figure(
 )
 
 # %% [markdown]
-# How to read the table. Dynamic and static hold exactly what the formula says and give the same distribution. Static
+# How to read the table. The bytes are compared with a 16-bit cache, so in fp32 a cache that stores nothing shorter reads 2.
+# The newest tokens of a quantized cache, its residual window, stay in the run's dtype. Dynamic and static hold exactly what the
+# formula says and give the same distribution. Static
 # shapes are what a compiler or a CUDA graph needs; the last column is what Transformers declares (nothing was compiled
 # here). Perplexity over so few tokens may even fall by chance; KL compares whole distributions and cannot. A margin beside
 # the greedy match is the reference's lead of its first over its second choice at the place where the outputs part: far above
@@ -950,7 +952,9 @@ run.cards()
 without.compare(with_cache).frame()
 
 # %% [markdown]
-# The time to the first token should hardly move: prefill is the same work. The time per token falls. The KV line
+# The time to the first token should hardly move: prefill is the same work. Where it does by a tenth or two, remember that the
+# two runs came one after the other, and that notebook 00 found runs of one engine to differ by as much; the interval knows
+# only what varies inside a run. The time per token should fall by far more than that. The KV line
 # rises from nothing to what the formula says for the tokens in flight (the last token generated is never fed back, so
 # it leaves nothing in the cache).
 
@@ -979,8 +983,8 @@ Markdown(f"Without over with, one token: **{control}** ({word}); projected token
 #
 # 1. **Memory.** The cache outgrows the weights at a number of tokens that we predicted above; with a batch, those
 #    tokens are shared out among its sequences.
-# 2. **Short outputs and short contexts.** The ratio in the first table starts near one. While a step is bound by
-#    reading weights, recomputing a few tokens beside it is nearly free.
+# 2. **Short outputs and short contexts.** The ratios of the first tokens are small. While a step is bound by reading
+#    weights, recomputing a few tokens beside it costs little.
 # 3. **A static cache on a short context** pays for the longest one at once, in memory and in every step that attends
 #    over empty slots:
 
@@ -1086,6 +1090,10 @@ guesses
 
 # %% [markdown]
 # ## Exercises
+#
+# Write into the cell that raises `NotImplementedError` and run it. Then **skip the collapsed cell** after the hint: it holds a
+# solution and, once run, replaces your function. Then run the check. (*Run All* runs the solutions too, so its PASS says
+# nothing about you.)
 #
 # ### 01.1 Bytes from a configuration (easy)
 #

@@ -1473,6 +1473,10 @@ guesses.round(2)
 # %% [markdown]
 # ## Exercises
 #
+# Write into the cell that raises `NotImplementedError` and run it. Then **skip the collapsed cell** after the hint: it holds a
+# solution and, once run, replaces your function. Then run the check. (*Run All* runs the solutions too, so its PASS says
+# nothing about you.)
+#
 # ### 02.1 Where do the new tokens go? (easy)
 #
 # A kernel that writes keys and values wants the slots of a step's tokens, of many sequences at once.

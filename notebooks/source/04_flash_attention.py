@@ -462,7 +462,8 @@ instrumented.replace(NAMES).round(2)
 # %% [markdown]
 # Every row has passed two checks: the output is attention, and the count is the formula's. `held / M` says how far the
 # paper's block sizes really fit: they leave the tile of scores out of the sum, so up to a quarter more than $M$ is held.
-# For the theorem that is a constant factor; for a kernel it is a crash, which is why kernels choose blocks by hand.
+# For the theorem that is a constant factor; for a kernel it is a crash, which is why kernels choose blocks by hand. Where a
+# fast memory is as small as $2 d^2$, tiles may move *more* words than the table: the saving begins beyond about $3 d^2$.
 #
 # Now the large sizes, from the formula.
 
@@ -1327,7 +1328,9 @@ missing = []
 def library(package, module):
     """The imported library, or None with a note of why it is not run here."""
     ability = run.hardware.capabilities["flash_attention_2"]
-    if device != "cuda" or not ability.available:
+    if device != "cuda":
+        missing.append(f"{package} needs an NVIDIA GPU")
+    elif not ability.available:
         missing.append(f"{package}: {ability.reason}")
     elif not package_version(package):
         missing.append(f"{package} is not installed")
@@ -1668,8 +1671,9 @@ Markdown(
 # ## Where it loses
 #
 # 1. **A wide head on a small fast memory** moves more words than the table would (the table by width, above).
-# 2. **Few tokens.** A small table costs little, so leaving it out gains little. Whatever the clock shows here is the cost
-#    of starting several operations instead of one:
+# 2. **Few tokens.** A small table saves no traffic worth the name. The clock may still prefer flash: the math kernel starts
+#    several operations, and for a handful of tokens starting them is most of the time. That gain is fusion's, not
+#    FlashAttention's. Compare these lengths with 256 and 512 above:
 
 
 # %%
@@ -1801,13 +1805,14 @@ run.claim(
     all(error <= allowed for error in paged_errors.values()) if paged_errors else None,
     "error "
     + ", ".join(f"{e:.0e}" for e in paged_errors.values())
-    + f" (bound {allowed:.0e}) against dense attention, 1 and 4 splits",
+    + f" (bound {allowed:.0e}) against dense attention, 1 and 4 splits; the kernel of this notebook, not FlashInfer's",
     reason=not_here,
 )
 run.claim(
     "flashinfer-cascade",
     prefix_reads == [n_seqs, 1] and cascade_error < 1e-5,
-    f"counted: prefix read {prefix_reads[1]:g} time instead of {prefix_reads[0]:g}; outputs differ by {cascade_error:.0e}",
+    f"counted in this notebook's program: prefix read {prefix_reads[1]:g} time instead of {prefix_reads[0]:g}; "
+    f"outputs differ by {cascade_error:.0e}",
 )
 run.claim("flashinfer-itl", None, "-", reason="needs a GPU server with two attention backends")
 run.claims()
@@ -1824,6 +1829,10 @@ guesses
 
 # %% [markdown]
 # ## Exercises
+#
+# Write into the cell that raises `NotImplementedError` and run it. Then **skip the collapsed cell** after the hint: it holds a
+# solution and, once run, replaces your function. Then run the check. (*Run All* runs the solutions too, so its PASS says
+# nothing about you.)
 #
 # ### 04.1 Two libraries, one merge (easy)
 #
@@ -1949,11 +1958,12 @@ run.check("04.3", causal_words)
 # The forward pass kept $O$ and $L$ only. With $P_{ij} = e^{s_{ij} - L_i}$ computed again tile by tile, and
 # $D_i = \sum_c dO_{ic} O_{ic}$,
 #
-# $$ dV = P^\top dO, \quad dS = P \circ (dO\, V^\top - D), $$
+# $$ dV = P^\top dO, \quad dS_{ij} = P_{ij} \, \big( (dO\, V^\top)_{ij} - D_i \big), $$
 #
 # $$ dQ = \tfrac{1}{\sqrt d}\, dS\, K, \quad dK = \tfrac{1}{\sqrt d}\, dS^\top Q . $$
 #
-# Write it without ever holding a full table: the checker looks at the size of every tensor that you make in PyTorch.
+# ($D_i$ is taken from every element of row $i$, and $s_{ij} = q_i \cdot k_j / \sqrt d$.) Write it without ever holding a full
+# table: the checker looks at the size of every tensor that you make in PyTorch.
 
 
 # %% tags=["exercise"]

@@ -193,7 +193,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
 @pytest.mark.parametrize("command", [[], ["run"], ["report"], ["doctor"], ["lab"], ["build"], ["test"], ["bench"]])
 def test_help_is_there_for_every_command(command, capsys):
     assert cli.run_cli([*command, "--help"]) == 0
-    assert "Usage: python -m helpers" in capsys.readouterr().out
+    assert "Usage: python3 -m helpers" in capsys.readouterr().out
 
 
 def test_help_is_quick_to_import():
@@ -260,7 +260,7 @@ def test_the_doctor_knows_a_t4_from_an_a100(folder):
 def test_the_doctor_names_what_brings_a_missing_model(monkeypatch, tmp_path):
     monkeypatch.setenv("PAPERS_CACHE", str(tmp_path))
     text = text_of(doctor.material_lines())
-    assert "bundled model: False not fetched yet; bring it with: python -m helpers model" in text
+    assert "bundled model: False not fetched yet; bring it with: python3 -m helpers model" in text
     (tmp_path / "smollm2-135m-instruct" / "hf-bf16").mkdir(parents=True)
     assert "damaged (SHA256.json)" in text_of(doctor.material_lines())
 

@@ -17,10 +17,11 @@ import pytest
 from nbclient import NotebookClient
 from rich.console import Console
 
+from helpers import hardware, profile
 from helpers.course import parameters, runner
 from helpers.course.build import find, read_source, source_hash, write_notebook
 from helpers.course.records import Outcome
-from helpers.errors import NotebookError, RecordError, UnknownNameError
+from helpers.errors import EnvironmentSetupError, NotebookError, RecordError, UnknownNameError
 from helpers.paths import ROOT
 
 SMOKE = runner.Settings(profile="smoke")
@@ -452,3 +453,13 @@ def test_a_missing_widget_library_leaves_no_warning_in_the_notebook(folder, add,
         "01_good", "import warnings\nwarnings.warn('IProgress not found. Please update', UserWarning)\nimport tqdm.auto"
     )
     assert "IProgress" not in str(outputs_of(run_one(folder, tmp_path / "out")))
+
+
+def test_a_gpu_profile_without_a_gpu_is_refused_before_anything_is_lost(folder, add, tmp_path, monkeypatch):
+    add("01_good", "1")
+    runner.run([], SMOKE, folder=folder, out=tmp_path, console=Console(quiet=True))
+    before = (tmp_path / "01_good" / "results.json").read_bytes()
+    monkeypatch.setattr(profile, "describe", lambda: hardware.describe().model_copy(update={"gpus": ()}))
+    with pytest.raises(EnvironmentSetupError, match="lab needs an NVIDIA GPU"):
+        runner.run([], runner.Settings(profile="lab"), folder=folder, out=tmp_path, console=Console(quiet=True))
+    assert (tmp_path / "01_good" / "results.json").read_bytes() == before

@@ -36,7 +36,7 @@ def empty_toolboxes(tmp_path, monkeypatch):
 
 
 def test_a_missing_toolbox_names_the_command_that_brings_it(empty_toolboxes):
-    with pytest.raises(EnvironmentSetupError, match="python -m helpers toolbox engines"):
+    with pytest.raises(EnvironmentSetupError, match="python3 -m helpers toolbox engines"):
         toolbox.call("engines", SCRIPT, {})
 
 
