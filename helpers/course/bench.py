@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -167,17 +168,18 @@ class VllmBench:
         self._folder = Path(tempfile.mkdtemp(prefix="client-bench-"))
         search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        ready = self._folder / "ready"
+        self._news, news_end = os.pipe()
         try:
-            with (self._folder / "log").open("wb") as log:
+            with os.fdopen(news_end, "wb"), (self._folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "helpers.course.bench", str(ready)],
+                    [sys.executable, "-m", "helpers.course.bench", str(news_end)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=env,
+                    pass_fds=[news_end],
                 )
-            self._wait_for(ready)
+            self._await_news()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -193,21 +195,21 @@ class VllmBench:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
+        os.close(self._news)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait_for(self, path: Path) -> None:
+    def _await_news(self) -> None:
+        """Sleep until the process writes a byte or ends: a look now and then would wake a core that the server uses."""
         assert self._process is not None
-        deadline = time.monotonic() + BENCH_TIMEOUT_S
-        while not path.exists():
-            if (code := self._process.poll()) is not None:
-                raise EngineError(
-                    f"vllm bench serve ended with exit code {code}:\n{self.log_tail()}", "Read its output above."
-                )
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"vllm bench serve did not end within {BENCH_TIMEOUT_S} s.", "Ask for fewer requests or tokens."
-                )
-            time.sleep(0.05)
+        if not select.select([self._news], [], [], BENCH_TIMEOUT_S)[0]:
+            raise EngineError(
+                f"vllm bench serve did not end within {BENCH_TIMEOUT_S} s.", "Ask for fewer requests or tokens."
+            )
+        if not os.read(self._news, 1):
+            code = self._process.wait()
+            raise EngineError(
+                f"vllm bench serve ended with exit code {code}:\n{self.log_tail()}", "Read its output above."
+            )
 
     def log_tail(self, lines: int = 20) -> str:
         """The last `lines` lines that the process printed."""
@@ -232,7 +234,7 @@ class VllmBench:
         with contextlib.suppress(BrokenPipeError):  # it has died; the wait below says so, with its last lines
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-        self._wait_for(cost)
+        self._await_news()
         if not result.exists():
             raise EngineError(f"vllm bench serve wrote no result:\n{self.log_tail()}", "Read its output above.")
         return _their_run(json.loads(result.read_text()), json.loads(cost.read_text()), len(workload.requests), repeat)
@@ -437,8 +439,11 @@ class CostMeter:
         return metered
 
 
-def _serve_passes(ready: Path, orders: Iterable[str]) -> None:
-    """Import vLLM's benchmark, say so, and run it once for each order: where to write what, and its command line."""
+def _serve_passes(news: int, orders: Iterable[str]) -> None:
+    """Import vLLM's benchmark and run it once for each order: where to write what, and its command line.
+
+    A byte to the file descriptor `news` says that the imports, or a pass, are over.
+    """
     answer_for_the_cpu_wheel()
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -446,19 +451,17 @@ def _serve_passes(ready: Path, orders: Iterable[str]) -> None:
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     send = serve.ASYNC_REQUEST_FUNCS["vllm"]
-    ready.touch()
+    os.write(news, b".")
     for order in map(json.loads, orders):
         meter = CostMeter(order["n_warmups"])
         serve.ASYNC_REQUEST_FUNCS["vllm"] = meter.wrap(send)
         with contextlib.suppress(SystemExit):
             serve.main(parser.parse_args(order["arguments"]))
-        # The cost file is the sign that the pass is over: it appears whole.
-        cost, half = Path(order["cost_path"]), Path(order["cost_path"] + ".half")
-        half.write_text(json.dumps({"cpu_seconds": meter.seconds}), encoding="utf-8")
-        half.replace(cost)
+        Path(order["cost_path"]).write_text(json.dumps({"cpu_seconds": meter.seconds}), encoding="utf-8")
+        os.write(news, b".")
 
 
 if __name__ == "__main__":
     cli = argparse.ArgumentParser(description="Run vllm bench serve for each line of standard input, and what it cost.")
-    cli.add_argument("ready", type=Path, help="created when the first line can be sent")
-    _serve_passes(cli.parse_args().ready, sys.stdin)
+    cli.add_argument("news", type=int, help="file descriptor that gets a byte when a line can be sent")
+    _serve_passes(cli.parse_args().news, sys.stdin)

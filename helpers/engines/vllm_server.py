@@ -30,6 +30,9 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads that spin while they wait take the cores from the threads they wait for.
     "OMP_WAIT_POLICY": "passive",
+    # The scheduler's process also runs the model. Were that a process of its own, the scheduler would await each step by
+    # spinning on a core, and whatever a client does would take time from the model.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """``VLLM_CPU_KVCACHE_SPACE`` is the KV pool in whole GiB; ``nobind`` leaves thread placement to the system."""
 
