@@ -201,6 +201,71 @@ def _timeline_row(axes: Axes, trace: StreamTrace, row: int, zero: float) -> None
     axes.vlines([c.time - zero for c in trace.token_chunks], row - 0.25, row + 0.25, color=PALETTE[0], linewidth=0.8)
 
 
+def panels(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    ys: Mapping[str, str],
+    hue: str,
+    title: str,
+    xlabel: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:
+    """Panels side by side over one x axis: `ys` maps a column to its panel's y label; one line for each value of `hue`."""
+    figure, all_axes = plt.subplots(1, len(ys), figsize=(WIDTH, 3.2), squeeze=False, layout="constrained")
+    for axes, (column, label) in zip(all_axes[0], ys.items(), strict=True):
+        for index, (name, part) in enumerate(frame.groupby(hue, sort=False)):
+            axes.plot(part[x], part[column], "o-", color=PALETTE[index % len(PALETTE)], label=str(name), markersize=4)
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(frame[x].unique()), [f"{value:g}" for value in sorted(frame[x].unique())])
+            axes.minorticks_off()
+        if log_y:
+            axes.set_yscale("log")
+            plain_log(axes.yaxis)
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set(xlabel=xlabel, ylabel=label)
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
+    handles, labels = all_axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def gantt(
+    frames: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, order: Sequence[str], stripes: bool = True
+) -> Figure:
+    """What each request did in each step, one panel for each entry of `frames`, on one time axis.
+
+    A frame has columns ``row`` (the request), ``start`` and ``length`` (seconds) and ``kind`` (one of `order`, which fixes
+    the colours). `stripes` draws each step's beginning as a thin line.
+    """
+    heights = [max(2, frame["row"].nunique()) for frame in frames.values()]
+    figure, all_axes = plt.subplots(
+        len(frames), 1, figsize=(WIDTH, 1.2 + 0.16 * sum(heights)), squeeze=False, sharex=True, layout="constrained",
+        height_ratios=heights,
+    )  # fmt: skip
+    colors = {kind: PALETTE[index] for index, kind in enumerate(order)}
+    for axes, (name, frame) in zip(all_axes[:, 0], frames.items(), strict=True):
+        rows = {row: index for index, row in enumerate(dict.fromkeys(frame["row"]))}
+        axes.barh(
+            frame["row"].map(rows), frame["length"], left=frame["start"], height=0.8, color=frame["kind"].map(colors),
+            linewidth=0,
+        )  # fmt: skip
+        if stripes:
+            axes.vlines(frame["start"].unique(), -0.5, len(rows) - 0.5, color="white", linewidth=0.4)
+        axes.set_yticks([])
+        axes.set(ylabel=name)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+    all_axes[-1, 0].set(xlabel=xlabel)
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
+    handles = [mpl.patches.Patch(color=colors[kind], label=kind) for kind in order]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(order))
+    return figure
+
+
 def predictions(frame: pd.DataFrame, *, title: str) -> Figure:
     """Predicted against measured as ratios: columns ``name``, ``predicted``, ``measured``. One is a perfect guess."""
     figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.38 * len(frame)))

@@ -16,6 +16,7 @@ from helpers.errors import EngineError
 from helpers.hardware import describe, package_version, usable_cores
 from helpers.memory import measure_peak, resident_bytes
 from helpers.models import checkpoint_bytes, kv_bytes, load_config, locate
+from helpers.stats import operator_seconds
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
 
@@ -292,6 +293,34 @@ class VllmBackend:
         scheduler = self._engine.engine_core.engine_core.scheduler
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = n
         self.info = self.info.model_copy(update={"settings": {**self.info.settings, "max_num_seqs": n}})
+
+    def limit_batched_tokens(self, n: int) -> None:
+        """Let a step hold at most `n` tokens from now on; not more than the engine was started with.
+
+        Raises
+        ------
+        EngineError : buffers were made for fewer tokens.
+        """
+        most = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
+        if not 1 <= n <= most:
+            raise EngineError(
+                f"A step of {n} tokens is out of reach: the engine was started for 1 to {most}.",
+                "Start it with a larger max_num_batched_tokens.",
+            )
+        self._engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = n
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "max_num_batched_tokens": n}})
+
+    def use_prefix_cache(self, enabled: bool) -> None:
+        """Forget all cached prefixes; from now on look for and keep them, or do neither. The engine must have them on."""
+        self._llm.reset_prefix_cache()
+        self._engine.engine_core.engine_core.scheduler.kv_cache_manager.enable_caching = enabled
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "enable_prefix_caching": enabled}})
+
+    def profile(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """Run a workload (dumped to JSON) under a profiler: its steps, their seconds, and each operator's own seconds."""
+        (traces, started, _), operators = operator_seconds(lambda: self._drive(Workload.model_validate(workload)))
+        ends = sorted({chunk.time for trace in traces for chunk in trace.chunks})
+        return {"steps": len(ends), "seconds": ends[-1] - started, "operators": operators}
 
     def block_peaks(self) -> dict[str, int]:
         """The step since the last call with the most blocks in tables, and the most sequences at once; then start anew.
