@@ -526,7 +526,7 @@ def gantt_rows(steps, workload):
     rows = []
     prompts = {r.request_id: len(r.prompt_ids) for r in workload.requests}
     for step in steps:
-        for seq_id, start, n, is_padding in step.feeds:
+        for seq_id, start, _, is_padding in step.feeds:
             kind = "padding" if is_padding else "prompt" if start < prompts[seq_id] else "decode"
             rows.append({"row": seq_id, "start": step.start, "length": step.seconds, "kind": kind})
     return pd.DataFrame(rows)
@@ -1028,6 +1028,368 @@ print(
 capacity.round(3)
 
 # %% [markdown]
+# ## The real system
+#
+# vLLM 0.32 has one scheduler, and it is the fourth rule: no phases, one token budget (`max_num_batched_tokens`), decodes and
+# begun prompts first, then the queue. First it runs in a child process, where its limits can be changed while it lives, so
+# that one process answers all questions. Then as users run it: `vllm serve`, asked over HTTP, streaming.
+
+# %%
+from helpers.engines.vllm_engine import VllmEngine
+from helpers.engines.vllm_server import VllmServer
+from helpers.memory import release_free_memory
+from helpers.stats import operator_seconds
+
+vllm_capability = run.hardware.capabilities["vllm"]
+LIMITS_OF_VLLM = dict(max_model_len=CONTEXT, dtype=dtype, block_size=block_size)
+N_POOL = 4 * CONTEXT // block_size + 1
+seen, swept, cached, profile_of = {}, {}, {}, {}
+common = make_workload(
+    "short-short", n_requests=6, max_model_len=max_len, vocab_size=model.config.vocab_size, seed=SEED, concurrency=2,
+    shared_prefix_tokens=max_len // 4, name="a common system prompt",
+)  # fmt: skip
+
+
+# %%
+def with_vllm(engine):
+    """All questions to one vLLM process: budgets, rows, prefix caching, and where its time goes."""
+    engine.call("use_prefix_cache", enabled=False)
+    for budget in (WHOLE, *BUDGETS[::-1]):
+        engine.call("limit_batched_tokens", n=budget)
+        seen[budget] = engine.run(interrupted(), warmup=int(budget == WHOLE))
+    engine.call("limit_batched_tokens", n=WHOLE)
+    for rows in (1, N_SLOTS, len(uneven.requests)):
+        engine.call("limit_running", n=rows)
+        swept[rows] = engine.run(uneven, warmup=0)
+    for enabled in (False, True):
+        engine.call("use_prefix_cache", enabled=enabled)
+        cached[enabled] = engine.run(common, warmup=0)
+    engine.call("use_prefix_cache", enabled=False)
+    engine.call("limit_running", n=N_SLOTS)
+    profile_of["vLLM"] = engine.call("profile", workload=uneven.model_dump(mode="json"))
+
+
+# %% [markdown]
+# Our own engine's profile first, then its weights are let go: memory is counted over all processes.
+
+# %%
+(profiled, profiled_steps), operators = operator_seconds(lambda: run_ours(uneven, "orca"))
+profile_of["ours"] = {"steps": len(profiled_steps), "seconds": profiled.makespan, "operators": operators}
+model, ride = model.to("meta"), None
+release_free_memory()
+if vllm_capability.available:
+    settings = dict(**LIMITS_OF_VLLM, num_kv_blocks=N_POOL, max_num_seqs=len(uneven.requests))
+    with VllmEngine(run.profile.model, max_num_batched_tokens=WHOLE, enable_prefix_caching=True, **settings) as engine:
+        with_vllm(engine)
+print("" if seen else f"not run here: {vllm_capability.reason}")
+
+# %% [markdown]
+# ### The same document, the same readers
+
+# %%
+if seen:
+    theirs = pd.DataFrame([{"engine": "vLLM", "budget": n, **pause_and_price(r)} for n, r in seen.items()])
+    both = pd.concat([trade, theirs.sort_values("budget")], ignore_index=True)
+    texts = both.assign(**{c: both[c].map(show_seconds) for c in ("longest pause", "TTFT")})
+    display(texts.pivot(index="budget", columns="engine", values=["longest pause", "TTFT"]))
+else:
+    both = trade
+
+# %%
+figure = plots.panels(
+    both.replace({"budget": {WHOLE: 2 * max(BUDGETS)}}),
+    x="budget",
+    ys={"longest pause": "readers' longest pause (s)", "TTFT": "the document's TTFT (s)"},
+    hue="engine",
+    title=f"What a token budget buys, and its price (rightmost: all {DOCUMENT} tokens in one step)",
+    xlabel="max_num_batched_tokens",
+    log_x=True,
+)
+run.figure(figure, "budget_trade", both)
+
+# %%
+if seen:
+    by_budget_vllm = theirs.set_index("budget")
+    cut_vllm = by_budget_vllm["longest pause"][WHOLE] / by_budget_vllm["longest pause"][CHUNK]
+    price_vllm = 100 * (by_budget_vllm["TTFT"][CHUNK] / by_budget_vllm["TTFT"][WHOLE] - 1)
+    run.measured("longest_gap_whole_over_chunked_vllm", cut_vllm)
+    print(
+        f"budget {CHUNK}: longest pause {cut_vllm:.1f} times shorter in vLLM ({cut:.1f} in ours); "
+        f"TTFT of the document {price_vllm:+.0f} % ({price:+.0f} % in ours)"
+    )
+
+# %% [markdown]
+# Two engines, one shape. From left to right the pause grows; the TTFT falls where small pieces cost more than they should.
+# Where the right curve is flat, chunking is nearly free.
+#
+# ### Rows, and cached prefixes
+
+# %%
+if seen:
+    rows_table = pd.DataFrame(
+        [
+            {
+                "max_num_seqs": n,
+                **{k: v for k, v in latency_row(r, study_slo).items() if k in ("TTFT p50", "TPOT p50", "tokens/s")},
+            }
+            for n, r in swept.items()
+        ]
+    )
+    display(rows_table.assign(**{c: rows_table[c].map(show_seconds) for c in ("TTFT p50", "TPOT p50")}).round(1))
+    prefix_table = [
+        {
+            "prefix caching": "on" if enabled else "off",
+            "hit ratio": f"{r.cached_fraction or 0:.0%}",
+            "mean TTFT": show_seconds(float(np.mean([t.ttft for t in r.traces]))),
+            "makespan": show_seconds(r.makespan),
+        }
+        for enabled, r in cached.items()
+    ]
+    display(pd.DataFrame(prefix_table))
+
+# %% [markdown]
+# More rows: more tokens a second, and a longer time for each token. Prefix caching: the hit ratio says what share of all
+# prompt tokens needed no step at all. In both scheduler and budget, a cached token is a token that is not there.
+#
+# ### `vllm serve`
+#
+# Two servers, one after the other; they differ in one number. Each gets the readers and the document, the uneven load and
+# a few requests of each class.
+
+# %%
+small = {name: made(name, n_requests=6, max_model_len=max_len // 4, rate=1.0) for name in classes}
+served = {}
+
+
+def ask_server(budget):
+    """Start `vllm serve` with this token budget and run the loads on it."""
+    limits = dict(max_num_seqs=N_SLOTS, max_num_batched_tokens=budget, num_gpu_blocks_override=N_POOL)
+    with (
+        VllmServer(models.locate(run.profile.model), enable_prefix_caching=False, **LIMITS_OF_VLLM, **limits) as server,
+        server.engine(extra_body={"return_token_ids": True}) as engine,
+    ):
+        for name, load in {"document": interrupted(), "uneven": uneven, **small}.items():
+            served[budget, name] = engine.run(load, warmup=int(name == "document"))
+
+
+if vllm_capability.available:
+    for budget in (WHOLE, CHUNK):
+        ask_server(budget)
+print("" if served else f"not run here: {vllm_capability.reason}")
+
+# %%
+if served:
+    rows = [{"budget": n, **pause_and_price(served[n, "document"])} for n in (WHOLE, CHUNK)]
+    cut_served = rows[0]["longest pause"] / rows[1]["longest pause"]
+    display(pd.DataFrame([{k: v if k == "budget" else show_seconds(v) for k, v in row.items()} for row in rows]))
+    columns = ["TTFT p50", "ITL p50", "ITL p95", "ITL p99", "TPOT p50", "tokens/s"]
+    table = [
+        {"load": name, "budget": n, **latency_row(served[n, name], study_slo)} for name in small for n in (WHOLE, CHUNK)
+    ]
+    table = pd.DataFrame(table).set_index(["load", "budget"])[columns]
+    display(table.assign(**{c: table[c].map(show_seconds) for c in columns[:-1]}).round(1))
+
+# %% [markdown]
+# ## Ledgers: the same load, ours and vLLM's
+#
+# The uneven load from the beginning: our engine with static batches, our engine with continuous ones, and vLLM with as many
+# rows. Between the first two cards one word changes. Between the last two everything but the schedule does.
+
+# %%
+if seen:
+    judged = quality.greedy_agreement(references, [t.output_ids for t in swept[N_SLOTS].traces], protocol)
+    cards.append(run.card(make_card("vLLM", swept[N_SLOTS], [judged], seed=SEED)))
+run.cards()
+
+# %% [markdown]
+# ### Where does the gap come from?
+#
+# Tokens a second are tokens, over steps, over seconds a step. The tokens are equal. So the ratio of speeds is exactly the
+# ratio of the numbers of steps times the ratio of their durations, and both can be counted.
+
+# %%
+if seen:
+    counted = {
+        "ours": (len(pairs[0][1][1]), pairs[0][1][0].makespan),
+        "vLLM": (len({c.time for t in swept[N_SLOTS].traces for c in t.chunks}), swept[N_SLOTS].makespan),
+    }
+    gap_table = pd.DataFrame(counted, index=["steps", "seconds"]).T.assign(each=lambda f: f["seconds"] / f["steps"])
+    gap = gap_table.loc["ours"] / gap_table.loc["vLLM"]
+    display(gap_table.round(3))
+    print(f"{gap['seconds']:.2f} times = {gap['steps']:.2f} (steps) x {gap['each']:.2f} (seconds a step)")
+
+# %% [markdown]
+# The schedules are nearly the same; what is left is the step. A profiler says which operators its processor time went to:
+# matrix products, attention (in ours with its gather), everything else in PyTorch; and what remains of the wall clock is
+# Python: planning, building tables, bookkeeping.
+
+# %%
+KINDS_OF_WORK = {
+    "matrix products": ("mm", "linear", "matmul", "gemm"),
+    "attention, gather, cache writes": (
+        "attention",
+        "attn",
+        "index",
+        "reshape_and_cache",
+        "cache",
+        "softmax",
+        "baddbmm",
+        "bmm",
+    ),
+}
+
+
+def work_split(profile):
+    """Seconds a step by kind of work."""
+    split = dict.fromkeys([*KINDS_OF_WORK, "other operators", "Python and waiting"], 0.0)
+    for name, seconds in profile["operators"].items():
+        kinds = [kind for kind, words in list(KINDS_OF_WORK.items())[::-1] if any(w in name.lower() for w in words)]
+        split[kinds[0] if kinds else "other operators"] += seconds
+    split["Python and waiting"] = max(0.0, profile["seconds"] - sum(split.values()))
+    return {kind: seconds / profile["steps"] for kind, seconds in split.items()}
+
+
+splits = pd.DataFrame({who: work_split(profile) for who, profile in profile_of.items()}).T
+planning = np.mean([step.planning for step in pairs[0][1][1]])
+display((1e3 * splits).round(1).rename_axis("ms a step, under the profiler"))
+figure = plots.stacked(
+    1e3 * splits, title="Where a step's time goes (uneven load, 8 rows)", xlabel="engine", ylabel="ms a step, profiled"
+)
+run.figure(figure, "where_time_goes", splits.reset_index(names="engine"))
+
+# %%
+if seen:
+    difference = (splits.loc["ours"] - splits.loc["vLLM"]).sort_values(ascending=False)
+    print(
+        f"ours is {1e3 * difference.sum():.0f} ms a step slower under the profiler: "
+        + ", ".join(f"{kind} {1e3 * value:+.0f}" for kind, value in difference.items())
+        + f"; planning takes {1e3 * planning:.2f} ms a step in ours"
+    )
+
+# %% [markdown]
+# Read the differences from the largest down: that is the explanation, and it is a list of work, not an opinion. The
+# scheduler's own share is at the end of the line. A schedule is worth several-fold, costs next to nothing, and can be
+# written in any language.
+
+# %% [markdown]
+# ## A control that should not help
+#
+# If every prompt is shorter than the budget, there is nothing to cut. Chunked and Orca then plan the same steps, and the
+# budget must not matter. If chunking still won, our loads or our clock would be wrong. Simulated, on chats:
+
+# %%
+SHORT_PROMPTS = LOADS["chat, Poisson"]
+assert max(SHORT_PROMPTS.prompt_lengths) <= max_len // 4
+control = {
+    p: simulated(SHORT_PROMPTS, p, **({"max_num_batched_tokens": WHOLE} if p == "chunked" else {}))
+    for p in ("orca", "chunked")
+}
+control_rows = {p: latency_row(r, lone(SHORT_PROMPTS)) for p, r in control.items()}
+no_help = control_rows["orca"]["ITL p99"] / control_rows["chunked"]["ITL p99"]
+assert abs(no_help - 1) < 0.01
+pd.DataFrame(control_rows).T[["TTFT p95", "ITL p50", "ITL p99", "tokens/s"]].astype(float).round(4)
+
+# %% [markdown]
+# ## Where it loses
+#
+# **The prompt pays.** A prompt in pieces takes more steps; each reads the weights again, shares its budget with decodes,
+# and reads the keys and values of all pieces before it. How long does one prompt take, alone and in company?
+
+
+# %%
+def prefill_seconds(budget, n_prompt, n_decodes, context=128):
+    """Simulated seconds to the first token, and slots of keys and values read, of a prompt in pieces beside decodes."""
+    piece, total, read = budget - n_decodes, 0.0, 0
+    for start in range(0, n_prompt, piece):
+        n = min(piece, n_prompt - start)
+        total, read = total + cost.seconds([(context, 1)] * n_decodes + [(start, n)]), read + start + n
+    return total, read
+
+
+losing = []
+for budget in (16, *BUDGETS, WHOLE):
+    (alone_s, read), (among_s, _) = prefill_seconds(budget, DOCUMENT, 0), prefill_seconds(budget, DOCUMENT, 8)
+    losing.append({"budget": budget, "alone": alone_s, "beside 8 decodes": among_s, "slots read": read})
+losing = pd.DataFrame(losing).set_index("budget")
+losing.assign(**{c: losing[c].map(show_seconds) for c in ("alone", "beside 8 decodes")})
+
+# %% [markdown]
+# The last column is exact and needs no clock: with pieces of $n$ tokens a prompt of $p$ reads about $p^2/2n$ slots of its own
+# cache. Halve the budget, and it doubles.
+#
+# **Nobody is reading along.** For a batch job that only wants to be done, the pause is worth nothing, and the budget only
+# adds steps:
+
+# %%
+batch_job = made("long-short", n_requests=60, concurrency=60)
+batch_times = {p: simulated(batch_job, p).makespan for p in POLICIES}
+pd.Series(batch_times, name="seconds for 60 summaries").round(1).to_frame().T
+
+# %% [markdown]
+# ## Claims
+#
+# Speeds are not reproduced on a processor; directions are.
+
+# %% tags=["claim"]
+run.claim(
+    "orca-throughput",
+    gain.low >= 2 and n_steps["static"] / n_steps["orca"] <= bound,
+    f"{gain.ratio:.1f}x, the scheduler alone, same rows and memory; bounded by longest over mean answer, {bound:.1f}x",
+)
+decode_gain = rides["decodes"].median() / max(marginal, 1e-9)
+end_to_end = simulated(batch_job, "prefill first").makespan / batch_times["chunked"]
+run.claim(
+    "sarathi-piggyback",
+    marginal < rides["decodes"].median(),
+    f"decodes riding on a chunk cost {100 * marginal / rides['decodes'].median():.0f} % of decodes alone ({decode_gain:.1f}x); "
+    f"end to end {end_to_end:.2f}x (simulated, 60 summaries, chunked against prefill first)",
+)
+ours_capacity = capacity["capacity (req/s)"]
+run.claim(
+    "sarathi-serve-capacity",
+    bool(ours_capacity["chunked"] > 1.2 * max(ours_capacity["prefill first"], ours_capacity["orca"])),
+    f"{ours_capacity['chunked']:.2f} requests/s chunked, {ours_capacity['orca']:.2f} Orca, "
+    f"{ours_capacity['prefill first']:.2f} prefill first (simulated, summaries, strict SLO)",
+)
+run.claim(
+    "simulator-step-error", bool(cost_error <= 0.15), f"{cost_error:.1%} over {len(all_errors)} steps of 4 held-out runs"
+)
+
+# %% tags=["claim"]
+why = "" if seen else vllm_capability.reason
+run.claim(
+    "chunked-prefill-pause-ours",
+    bool(cut >= 4),
+    f"{cut:.1f}x shorter at a budget of {CHUNK}; TTFT of the long prompt {price:+.0f} %",
+)
+run.claim(
+    "chunked-prefill-pause-vllm",
+    bool(min(cut_vllm, cut_served) >= 4) if seen else None,
+    f"{cut_vllm:.1f}x in process, {cut_served:.1f}x through vllm serve; TTFT {price_vllm:+.0f} %" if seen else "",
+    reason=why,
+)
+prices = [by_budget["TTFT"][min(BUDGETS)] / by_budget["TTFT"][WHOLE]]
+prices += [by_budget_vllm["TTFT"][min(BUDGETS)] / by_budget_vllm["TTFT"][WHOLE]] if seen else []
+run.claim(
+    "chunked-prefill-ttft-price",
+    min(prices) > 1,
+    f"TTFT of the long prompt at a budget of {min(BUDGETS)} over whole: "
+    + ", ".join(f"{p:.2f}x" for p in prices)
+    + " (ours, vLLM)",
+)
+run.claims()
+
+# %% [markdown]
+# And your predictions:
+
+# %%
+guesses = run.predictions()
+run.figure(plots.predictions(guesses, title="Predicted over measured"), "predictions", guesses)
+
+# %%
+guesses
+
+# %% [markdown]
 # ## Exercises
 #
 # ### 03.1 Count the steps (easy)
@@ -1205,7 +1567,7 @@ run.check("03.4", highest_goodput_rate)
 
 # %% tags=["exercise"]
 def best_budget(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
-    """The budget of `budgets` with the earliest first token of a prompt, among those whose steps all last at most `longest_pause`.
+    """The budget with the earliest first token of a prompt, among those whose steps all last at most `longest_pause`.
 
     Each step runs `n_decodes` decodes and, with what is left of the budget, the next piece of the prompt;
     ``step_seconds(position, n_piece, n_decodes)`` is its duration. Of equals take the smallest budget; None where none will do.
