@@ -101,16 +101,18 @@ def _admit(answer: Callable[..., Any]) -> None:
         expect_equal(prop, {"waiting": waiting, "n_free": n_free}, list(got), expected)
     # A pool of 8 blocks. A request of 6 comes at step 3; small ones keep coming, two at every step, and stay for 4 steps.
     for n_large in (5, 6, 8):
-        waiting, inside, n_free, entered = [], [], 8, None
+        queue: list[tuple[str, int]] = []
+        inside: list[tuple[int, int]] = []
+        n_free, entered = 8, None
         for step in range(60):
             for leaver in [item for item in inside if item[0] == step]:
                 inside.remove(leaver)
                 n_free += leaver[1]
-            waiting += [("large", n_large)] if step == 3 else []
-            waiting += [(f"small {step}.{i}", 1 + i) for i in range(2)]
-            given = f"step {step}, {n_free} of 8 blocks free, queue {waiting[:4]} ..."
-            admitted = list(ask("admission under load", given, "ids", list(waiting), n_free))
-            needed = {seq_id: n for seq_id, n in waiting}
+            queue += [("large", n_large)] if step == 3 else []
+            queue += [(f"small {step}.{i}", 1 + i) for i in range(2)]
+            given = f"step {step}, {n_free} of 8 blocks free, queue {queue[:4]} ..."
+            admitted = list(ask("admission under load", given, "ids", list(queue), n_free))
+            needed = {seq_id: n for seq_id, n in queue}
             expect(
                 "only waiting requests are admitted, once", given, len({*admitted} & {*needed}) == len(admitted), "", ""
             )
@@ -118,7 +120,7 @@ def _admit(answer: Callable[..., Any]) -> None:
             expect("no more blocks are given than are free", given, spent <= n_free, f"at most {n_free}", spent)
             n_free -= spent
             inside += [(step + 4, needed[seq_id]) for seq_id in admitted]
-            waiting = [item for item in waiting if item[0] not in admitted]
+            queue = [item for item in queue if item[0] not in admitted]
             entered = step if "large" in admitted else entered
         expect(
             "a request that needs much of the pool enters although small ones keep coming",

@@ -947,15 +947,21 @@ LOADS = {
 }
 
 
+def seconds_or_why(value):
+    """Seconds in words; a percentile that has too few samples says so."""
+    return "n too small" if pd.isna(value) else show_seconds(value)
+
+
 def latency_row(record, slo):
     """Percentiles (seconds) and rates of a run, all from its traces and the ledgers' definitions."""
     done = record.completed
-    values = {"TTFT": [t.ttft_schedule for t in done], "ITL": [x for t in done for x in t.itl]}
+    values = {"TTFT": [t.ttft_schedule for t in done], "ITL": [x for t in done for x in t.itl or []]}
     values["TPOT"] = [t.tpot for t in done if t.tpot is not None]
     row = {f"{name} p{q}": percentile(sample, q) for name, sample in values.items() for q in (50, 95, 99)}
     good = sum(slo.met_by(t) for t in record.traces)
+    preempted = record.counters.get("preemptions", record.counters.get("vllm:num_preemptions", 0))
     row |= {"tokens/s": sum(t.n for t in done) / record.makespan, "goodput": good / record.makespan}
-    return row | {"SLO met": f"{good / len(record.traces):.0%}", "preempted": record.counters["preemptions"]}
+    return row | {"SLO met": f"{good / len(record.traces):.0%}", "preempted": preempted}
 
 
 # %%
@@ -966,7 +972,7 @@ for name, workload in run.progress(LOADS.items(), "loads"):
         loads_table.append({"load": name, "policy": policy, **latency_row(simulated(workload, policy), slo)})
 loads_table = pd.DataFrame(loads_table).set_index(["load", "policy"])
 latencies = [c for c in loads_table.columns if c[:4] in ("TTFT", "ITL ", "TPOT")]
-display(loads_table[latencies].map(show_seconds))
+display(loads_table[latencies].map(seconds_or_why))
 loads_table.drop(columns=latencies).round(3)
 
 # %% [markdown]
@@ -1099,7 +1105,7 @@ if served:
         {"load": name, "budget": n, **latency_row(served[n, name], study_slo)} for name in small for n in (WHOLE, CHUNK)
     ]
     table = pd.DataFrame(table).set_index(["load", "budget"])[columns]
-    display(table.assign(**{c: table[c].map(show_seconds) for c in columns[:-1]}).round(1))
+    display(table.assign(**{c: table[c].map(seconds_or_why) for c in columns[:-1]}).round(1))
 
 # %% [markdown]
 # ### One process, many limits
@@ -1159,7 +1165,7 @@ else:
 
 # %%
 figure = plots.panels(
-    both.replace({"budget": {WHOLE: 2 * max(BUDGETS)}}),
+    both,
     x="budget",
     ys={"longest pause": "readers' longest pause (s)", "TTFT": "the document's TTFT (s)"},
     hue="engine",
