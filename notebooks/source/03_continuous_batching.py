@@ -714,7 +714,7 @@ class CostModel:
 
         rows = np.array([step_features([(start, n) for _, start, n, _ in step.feeds]) for step in steps])
         seconds = np.array([step.seconds for step in steps])
-        scale = rows.max(axis=0)
+        scale = np.maximum(rows.max(axis=0), 1e-9)  # a feature that never occurs stays at zero
         solution, _ = nnls(rows / scale / seconds[:, None], np.ones(len(steps)))
         return cls(solution / scale)
 

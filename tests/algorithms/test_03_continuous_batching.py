@@ -80,6 +80,7 @@ class Drill:
         self.scheduler = nb.Scheduler(self.manager, policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=limit)
         self.memory: list[int | None] = [None] * (n_blocks * block_size)
         self.alive: dict[str, object] = {}
+        self.said: dict[str, int] = {}
         self.n_operations = self.n_arrived = self.n_cached = self.work = self.stalled = 0
         self.oldest: tuple[str, int] = ("", 0)
 
@@ -99,6 +100,7 @@ class Drill:
         self.n_operations += 1
         scheduler, running = self.scheduler, [seq.seq_id for seq in self.scheduler.running]
         preempted, unfinished = scheduler.n_preempted, bool(scheduler.running or scheduler.waiting)
+        computed = {seq.seq_id: seq.n_computed for seq in scheduler.running}
         feeds = scheduler.plan()
         assert bool(feeds) == unfinished, "a step is empty exactly when nobody is left"
         names = [seq.seq_id for seq, _ in feeds]
@@ -107,7 +109,9 @@ class Drill:
         if self.policy == "chunked":
             assert sum(n for _, n in feeds) <= self.budget, "budget"
         if scheduler.n_preempted > preempted:
-            assert set(names) <= set(running), "a step that preempts admits nobody"
+            assert all(computed.get(seq.seq_id) == seq.n_computed for seq, _ in feeds), (
+                "a step that preempts admits nobody"
+            )
         if self.policy == "static" and running:
             assert set(names) <= set(running), "nobody joins a static batch"
         tokens = []
@@ -127,9 +131,12 @@ class Drill:
         self.manager.check()
         inside = [seq.seq_id for seq in [*self.scheduler.running, *self.scheduler.waiting]]
         assert inside == sorted(inside), "first come, first served"
+        assert all(seq.n_computed == 0 for seq in self.scheduler.waiting), "who waits has nothing in the pool"
         assert sorted(self.manager.sequences) == sorted(seq.seq_id for seq in self.scheduler.running), "leaked blocks"
         for seq_id, seq in list(self.alive.items()):
             expected = answer_to(seq.prompt_ids, seq.max_tokens)
+            assert len(seq.output_ids) >= self.said.get(seq_id, 0), f"{seq_id} takes back what it said"
+            self.said[seq_id] = len(seq.output_ids)
             assert seq.output_ids == expected[: len(seq.output_ids)], (seq_id, seq.output_ids, expected)
             if seq.is_finished:
                 del self.alive[seq_id]
