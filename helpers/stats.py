@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -134,6 +136,25 @@ def operator_seconds(function: Callable[[], T]) -> tuple[T, dict[str, float]]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    with _quiet_error_stream():
+        profiler.start()
+    try:
         value = function()
+    finally:
+        with _quiet_error_stream():
+            profiler.stop()
     return value, {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages()}
+
+
+@contextmanager
+def _quiet_error_stream() -> Iterator[None]:
+    """Nothing that native code writes to file descriptor 2 is seen: the profiler announces itself there."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

@@ -62,7 +62,7 @@ def prompt_of(index, length):
     return tuple(text[start : start + length])
 
 
-N_SLOTS, SHORT, LONG = 8, 2, run.profile.max_tokens // 2
+N_SLOTS, SHORT, LONG = 8, 2, 3 * run.profile.max_tokens // 8
 wanted = [LONG] + [SHORT] * (N_SLOTS - 1)
 batch = torch.tensor([prompt_of(i, 16) for i in range(N_SLOTS)], device=device)
 rectangle = model.generate(batch, max_new_tokens=LONG, min_new_tokens=LONG, do_sample=False, pad_token_id=0)[:, 16:]
@@ -416,7 +416,7 @@ def record_of(workload, streams, engine, is_simulated, **settings):
         traces.append(StreamTrace(**trace, output_ids=list(output_ids), finish_reason="length"))
     info = EngineInfo(
         engine=engine,
-        version="this notebook",
+        version="notebook 03",
         model=run.profile.model,
         dtype=dtype,
         device=device,
@@ -437,7 +437,7 @@ def run_ours(workload, policy, n_slots=None, *, prefix_caching=False, **limits):
     streams, steps = serve(scheduler, ModelExecutor(paged), workload)
     manager.check()
     assert manager.n_used == 0, "a block leaked"
-    record = record_of(workload, streams, "scheduler of this notebook", False, policy=policy, **limits)
+    record = record_of(workload, streams, "paged scheduler", False, policy=policy, **limits)
     record.memory = MemoryReport(weights=WEIGHTS, kv_reserved=paged.cache.n_bytes)
     record.counters = {"preemptions": scheduler.n_preempted, "tokens run": paged.n_tokens_run}
     return record, steps
@@ -826,7 +826,7 @@ def simulate(workload, policy, n_slots=None, **limits):
     scheduler = Scheduler(manager, policy, **{"max_num_seqs": N_SLOTS, **limits})
     streams, steps = serve(scheduler, CostExecutor(cost), workload)
     assert manager.n_free == manager.n_blocks, "a block leaked"
-    record = record_of(workload, streams, "scheduler and cost model", True, policy=policy, **limits)
+    record = record_of(workload, streams, "paged scheduler, simulated", True, policy=policy, **limits)
     record.counters = {"preemptions": scheduler.n_preempted}
     return record, steps
 
