@@ -213,7 +213,8 @@ def panels(
     log_y: bool = False,
 ) -> Figure:
     """Panels side by side over one x axis: `ys` maps a column to its panel's y label; one line for each value of `hue`."""
-    figure, all_axes = plt.subplots(1, len(ys), figsize=(WIDTH, 3.2), squeeze=False, layout="constrained")
+    figure, all_axes = plt.subplots(1, len(ys), figsize=(WIDTH, 3.4), squeeze=False)
+    figure.subplots_adjust(top=0.8, wspace=0.3)
     for axes, (column, label) in zip(all_axes[0], ys.items(), strict=True):
         for index, (name, part) in enumerate(frame.groupby(hue, sort=False)):
             axes.plot(part[x], part[column], "o-", color=PALETTE[index % len(PALETTE)], label=str(name), markersize=4)
@@ -227,10 +228,18 @@ def panels(
         else:
             axes.set_ylim(bottom=0)
         axes.set(xlabel=xlabel, ylabel=label)
-    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
     handles, labels = all_axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    _headline(figure, title, handles, labels)
     return figure
+
+
+def _headline(figure: Figure, title: str, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A title over all panels, and under it one legend for all of them."""
+    inch = 1 / figure.get_figheight()
+    left = figure.subplotpars.left
+    figure.suptitle(title, x=left, y=1 - 0.06 * inch, ha="left", va="top", fontsize="medium", fontweight="bold")
+    corner = (left - 0.01, 1 - 0.28 * inch)
+    figure.legend(handles, labels, loc="upper left", ncols=len(labels), bbox_to_anchor=corner, borderaxespad=0.0)
 
 
 def gantt(
@@ -241,11 +250,12 @@ def gantt(
     A frame has columns ``row`` (the request), ``start`` and ``length`` (seconds) and ``kind`` (one of `order`, which fixes
     the colours). `stripes` draws each step's beginning as a thin line.
     """
-    heights = [max(2, frame["row"].nunique()) for frame in frames.values()]
+    heights = [max(9, frame["row"].nunique()) for frame in frames.values()]
+    height = 1.4 + 0.1 * sum(heights)
     figure, all_axes = plt.subplots(
-        len(frames), 1, figsize=(WIDTH, 1.2 + 0.16 * sum(heights)), squeeze=False, sharex=True, layout="constrained",
-        height_ratios=heights,
-    )  # fmt: skip
+        len(frames), 1, figsize=(WIDTH, height), squeeze=False, sharex=True, height_ratios=heights
+    )
+    figure.subplots_adjust(top=1 - 0.65 / height, bottom=0.5 / height, hspace=0.1)
     colors = {kind: PALETTE[index] for index, kind in enumerate(order)}
     for axes, (name, frame) in zip(all_axes[:, 0], frames.items(), strict=True):
         rows = {row: index for index, row in enumerate(dict.fromkeys(frame["row"]))}
@@ -256,13 +266,10 @@ def gantt(
         if stripes:
             axes.vlines(frame["start"].unique(), -0.5, len(rows) - 0.5, color="white", linewidth=0.4)
         axes.set_yticks([])
-        axes.set(ylabel=name)
-        axes.invert_yaxis()
+        axes.set(ylabel=name, ylim=(len(rows) - 0.4, -0.6))
         axes.grid(visible=False)
     all_axes[-1, 0].set(xlabel=xlabel)
-    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
-    handles = [mpl.patches.Patch(color=colors[kind], label=kind) for kind in order]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(order))
+    _headline(figure, title, [mpl.patches.Patch(color=colors[kind]) for kind in order], order)
     return figure
 
 

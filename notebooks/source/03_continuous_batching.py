@@ -1015,7 +1015,7 @@ frontier = pd.DataFrame(frontier)
 figure = plots.panels(
     frontier,
     x="requests/s",
-    ys={"ITL p99": "ITL p99 (s)", "TTFT p95": "TTFT from schedule, p95 (s)"},
+    ys={"ITL p99": "ITL p99 (s)", "TTFT p95": "TTFT p95 (s)"},
     hue="policy",
     title="Summaries, simulated: what a rate costs in latency",
     xlabel="completed requests/s",
