@@ -405,6 +405,7 @@ block_size = 32 if device == "cpu" else 16
 WEIGHTS = sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+# %%
 def record_of(workload, streams, engine, is_simulated, **settings):
     """The run as a record; prefix hits are not counted here."""
     traces = []
@@ -701,6 +702,7 @@ FEATURES = (
 )
 
 
+# %% tags=["algorithm"]
 class CostModel:
     """Seconds of a step, linear in `step_features`, no coefficient negative."""
 
@@ -921,6 +923,7 @@ def made(length_class, **options):
     return make_workload(length_class, **{**sizes, **options})
 
 
+# %%
 def lone(workload):
     """p50 of TTFT and TPOT where nobody else is there, and the SLO made of them."""
     few = workload.model_copy(update={"kind": "closed", "concurrency": 1, "requests": workload.requests[:20]})
@@ -935,6 +938,7 @@ def saturated_rate(workload):
     return N_SIM / simulated(full, "chunked").makespan
 
 
+# %%
 def trace_sample(rate):
     """Lengths and burstiness of the fitted Azure trace, lengths shrunk as in notebook 02."""
     azure, shrink = corpora.serving_lengths("azure-conversation-2023"), 16384 // max_len
@@ -957,6 +961,7 @@ LOADS = {
 }
 
 
+# %%
 def seconds_or_why(value):
     """Seconds in words; a percentile that has too few samples says so."""
     return "n too small" if pd.isna(value) else show_seconds(value)
@@ -987,7 +992,8 @@ loads_table.drop(columns=latencies).round(3)
 
 # %% [markdown]
 # Three things to look for. *Static*: its TTFT, in every load with a queue. *Prefill first* against *Orca*: who pays for
-# whom. And the ITL column of *chunked* against the others: at p50 there is little to see, at p99 it is the whole story.
+# whom. And the ITL of *chunked* where prompts are long: compare its p50 with the others', then its p99.
+#
 # Averages hide pauses, so TPOT, an average over a request, hides most of them too. One more surprise: whoever sits in a
 # static batch is never interrupted. Its gaps are short. It is the queue in front of it that is long.
 #
@@ -1002,6 +1008,7 @@ def at_rate(workload, rate):
     return workload.model_copy(update={"requests": requests})
 
 
+# %%
 STUDY = LOADS["summaries, Poisson"]
 study_rate = full_rate["long-short"]
 frontier = []
@@ -1061,6 +1068,7 @@ def sustains(policy, rate):
     return percentile(itl, 99) <= strict_itl and percentile(ttft, 50) <= study_slo.ttft
 
 
+# %%
 limits = (0.02 * study_rate, 1.2 * study_rate)
 capacity = pd.DataFrame(
     {
@@ -1226,9 +1234,8 @@ if seen:
     display(pd.DataFrame(prefix_table))
 
 # %% [markdown]
-# More rows: more tokens a second, and a longer time for each token. Prefix caching: the hit ratio says what share of all
-# prompt tokens needed no step at all. To scheduler and
-# budget a cached token does not exist.
+# Down the first table: what do more rows do to tokens a second, and what to the time of each token? In the second, the hit
+# ratio is the share of all prompt tokens that needed no step at all. To scheduler and budget a cached token does not exist.
 
 # %% [markdown]
 # ## Ledgers: the same load, ours and vLLM's
@@ -1290,6 +1297,7 @@ def work_split(profile):
     return {kind: seconds / profile["steps"] for kind, seconds in split.items()}
 
 
+# %%
 splits = pd.DataFrame({who: work_split(profile) for who, profile in profile_of.items()}).T
 planning = np.mean([step.planning for step in pairs[0][1][1]])
 display((1e3 * splits).round(1).rename_axis("ms a step, under the profiler"))
@@ -1365,7 +1373,7 @@ losing.assign(**{c: losing[c].map(show_seconds) for c in ("alone", "beside 8 dec
 # cache. Halve the budget, and it doubles.
 #
 # **Nobody is reading along.** For a batch job that only wants to be done, a pause costs nobody anything. What is left of the
-# advantage is the ride of the decodes, and against Orca, whose decodes ride as well, next to nothing:
+# advantage is the ride of the decodes. Compare with Orca, whose decodes ride as well:
 
 # %%
 batch_job = made("long-short", n_requests=60, concurrency=60)
