@@ -21,6 +21,7 @@ from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
 
 CPU_BLOCK_SIZES = (32, 64, 96, 128, 256)
+_NO_PEAKS = {"logical": 0, "physical": 0, "running": 0, "tokens": 0}
 
 
 def cpu_environment(kv_gib: int = 1, threads: int | None = None) -> dict[str, str]:
@@ -150,7 +151,7 @@ class VllmBackend:
         self.block_size = int(cache.block_size)
         self.num_kv_blocks = int(cache.num_gpu_blocks or 0)
         self._prefix_caching = enable_prefix_caching
-        self._peaks: dict[str, int] = {"logical": 0, "physical": 0, "running": 0}
+        self._peaks = dict(_NO_PEAKS)
         self._watch_blocks()
         # Kernels repack weights and drop the originals, so a walk over the loaded module would miss some.
         self._weights = checkpoint_bytes(model, dtype)
@@ -323,12 +324,12 @@ class VllmBackend:
         return {"steps": len(ends), "seconds": ends[-1] - started, "operators": operators}
 
     def block_peaks(self) -> dict[str, int]:
-        """The step since the last call with the most blocks in tables, and the most sequences at once; then start anew.
+        """The step since the last call with the most blocks in tables, the most sequences and tokens at once; then start anew.
 
         ``logical`` counts table entries of all running requests, ``physical`` the distinct blocks behind them in that step:
         their difference is what sharing saves. ``usable`` is the pool without the one block that vLLM keeps as a blank.
         """
-        peaks, self._peaks = self._peaks, {"logical": 0, "physical": 0, "running": 0}
+        peaks, self._peaks = self._peaks, dict(_NO_PEAKS)
         return {**peaks, "usable": self.num_kv_blocks - 1}
 
     def _watch_blocks(self) -> None:
@@ -341,6 +342,7 @@ class VllmBackend:
             tables = [scheduler.kv_cache_manager.get_block_ids(r.request_id)[0] for r in scheduler.running]
             logical = sum(map(len, tables))
             self._peaks["running"] = max(self._peaks["running"], len(tables))
+            self._peaks["tokens"] = max(self._peaks["tokens"], int(planned.total_num_scheduled_tokens))
             if logical > self._peaks["logical"]:
                 self._peaks.update(logical=logical, physical=len({block for table in tables for block in table}))
             return planned

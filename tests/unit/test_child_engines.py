@@ -173,7 +173,14 @@ def records(bundled_model):
     ) as engine:
         theirs, hits = engine.run(workload), engine.run(shared)
         cold_again = engine.run(workload, warmup=0)
-    return ours, theirs, hits, cold_again
+        engine.call("block_peaks")
+        engine.call("use_prefix_cache", enabled=False)
+        engine.call("limit_batched_tokens", n=48)
+        limited = {"record": engine.run(shared, warmup=0), "peaks": engine.call("block_peaks")}
+        limited["profile"] = engine.call("profile", workload=workload.model_dump(mode="json"))
+        with pytest.raises(EngineError, match="out of reach"):
+            engine.call("limit_batched_tokens", n=10**6)
+    return ours, theirs, hits, cold_again, limited
 
 
 @pytest.mark.engine
@@ -203,11 +210,23 @@ def test_memory_is_told_by_formula_and_by_the_system(records):
 
 @pytest.mark.engine
 def test_a_cold_workload_finds_no_cache_even_when_sent_twice_and_a_shared_prefix_is_found(records):
-    _, theirs, hits, cold_again = records
+    _, theirs, hits, cold_again, _ = records
     assert theirs.cached_fraction == 0.0 and cold_again.cached_fraction == 0.0
     assert hits.traces[0].cached_tokens == 0
     assert all(trace.cached_tokens == 96 for trace in hits.traces[1:])
     assert hits.counters["vllm:prefix_cache_hits"] == 2 * 96
+
+
+@pytest.mark.engine
+def test_limits_that_change_while_the_engine_lives_hold_and_change_no_answer(records):
+    _, _, hits, _, limited = records
+    record, profile = limited["record"], limited["profile"]
+    assert record.cached_fraction == 0.0
+    assert [t.output_ids for t in record.traces] == [t.output_ids for t in hits.traces]
+    assert limited["peaks"]["tokens"] == 48 < max(len(r.prompt_ids) for r in record.workload.requests)
+    assert record.engine.settings["max_num_batched_tokens"] == 48
+    assert profile["steps"] > 1 and profile["seconds"] > 0
+    assert 0 < sum(profile["operators"].values()) < 1.5 * profile["seconds"]
 
 
 @pytest.mark.engine
