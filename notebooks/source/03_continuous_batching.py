@@ -878,15 +878,14 @@ release_free_memory()
 
 # %%
 vllm_capability = run.hardware.capabilities["vllm"]
-LIMITS_OF_VLLM = dict(max_model_len=CONTEXT, dtype=dtype, block_size=block_size)
-N_POOL = 3 * CONTEXT // 2 // block_size + 1
 
 
 def server_with(budget):
     """`vllm serve` with this token budget; it starts when its ``with`` block begins."""
-    limits = dict(max_num_seqs=N_SLOTS, max_num_batched_tokens=budget, num_gpu_blocks_override=N_POOL)
-    place = models.locate(run.profile.model)
-    return VllmServer(place, enable_prefix_caching=False, **LIMITS_OF_VLLM, **limits)
+    longest = DOCUMENT + 2 * block_size
+    limits = dict(max_num_seqs=N_SLOTS, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    sizes = dict(max_model_len=longest, block_size=block_size, num_gpu_blocks_override=longest // block_size + N_SLOTS)
+    return VllmServer(models.locate(run.profile.model), dtype=dtype, **limits, **sizes)
 
 
 SERVED = (CHUNK,) if device == "cpu" else (CHUNK, WHOLE, *BUDGETS)
@@ -1103,6 +1102,7 @@ def ask(server, budget):
 
 
 if starting is not None:
+    release_free_memory()
     with servers:
         ask(starting.result(), SERVED[0])
     for budget in SERVED[1:]:
@@ -1160,7 +1160,8 @@ def with_vllm(engine):
 
 # %%
 if vllm_capability.available:
-    settings = dict(**LIMITS_OF_VLLM, num_kv_blocks=N_POOL, max_num_seqs=len(uneven.requests))
+    sizes = dict(max_model_len=CONTEXT, block_size=block_size, num_kv_blocks=3 * CONTEXT // 2 // block_size + 1)
+    settings = dict(dtype=dtype, max_num_seqs=len(uneven.requests), **sizes)
     with VllmEngine(run.profile.model, max_num_batched_tokens=WHOLE, enable_prefix_caching=True, **settings) as engine:
         with_vllm(engine)
 print("" if seen else f"not run here: {vllm_capability.reason}")
