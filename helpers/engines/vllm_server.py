@@ -33,6 +33,9 @@ CPU_ENV = {
     # The scheduler's process also runs the model. Were that a process of its own, the scheduler would await each step by
     # spinning on a core, and whatever a client does would take time from the model.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Freed memory goes back to the system instead of waiting in one pool for each thread.
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
 }
 """``VLLM_CPU_KVCACHE_SPACE`` is the KV pool in whole GiB; ``nobind`` leaves thread placement to the system."""
 
