@@ -1264,9 +1264,10 @@ if seen:
     print(f"{gap['seconds']:.2f} times = {gap['steps']:.2f} (steps) x {gap['each']:.2f} (seconds a step)")
 
 # %% [markdown]
-# The schedules are nearly the same; what is left is the step. A profiler says which operators its processor time went to:
+# Where the numbers of steps agree, so do the schedules, and what is left is the step. A profiler says which operators its
+# processor time went to:
 # matrix products, attention (in ours with its gather), everything else in PyTorch; and what remains of the wall clock is
-# Python: planning, building tables, bookkeeping.
+# Python: planning, building tables, bookkeeping. (On a GPU it would show launches instead of kernels.)
 
 # %%
 KINDS_OF_WORK = {
