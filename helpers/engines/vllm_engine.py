@@ -318,7 +318,7 @@ class VllmBackend:
         self.info = self.info.model_copy(update={"settings": {**self.info.settings, "enable_prefix_caching": enabled}})
 
     def profile(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Run a workload (dumped to JSON) under a profiler: its steps, their seconds, and each operator's own seconds."""
+        """Run a workload (dumped to JSON) with a clock on each operator: steps, their seconds, and the seconds of each operator."""
         (traces, started, _), operators = operator_seconds(lambda: self._drive(Workload.model_validate(workload)))
         ends = sorted({chunk.time for trace in traces for chunk in trace.chunks})
         return {"steps": len(ends), "seconds": ends[-1] - started, "operators": operators}

@@ -120,9 +120,10 @@ def test_step_seconds_times_each_item() -> None:
     assert len(seconds) == 3 and min(seconds) >= 0
 
 
-def test_operator_seconds_names_the_operators_that_ran_and_keeps_the_value(capfd) -> None:
+def test_operator_seconds_names_the_operators_that_ran_and_keeps_the_value() -> None:
     a = torch.ones(64, 64)
-    value, seconds = stats.operator_seconds(lambda: float((a @ a).sum()))
+    with torch.inference_mode():
+        value, seconds = stats.operator_seconds(lambda: float(torch.nn.functional.linear(a, a).sum()))
     assert value == 64.0**3
-    assert seconds["aten::mm"] > 0 and seconds["aten::sum"] > 0 and "aten::conv2d" not in seconds
-    assert capfd.readouterr().err == ""
+    assert seconds["aten.sum.default"] > 0 and any("mm" in name or "linear" in name for name in seconds)
+    assert not any("conv" in name for name in seconds)
