@@ -610,7 +610,7 @@ trade.assign(**{c: trade[c].map(show_seconds) for c in ("longest pause", "TTFT")
 charts = {name: gantt_rows(ours_runs[n][1], interrupted()) for name, n in (("whole", WHOLE), ("in pieces", BUDGETS[1]))}
 figure = plots.gantt(
     charts,
-    title=f"A document among four readers: whole, and under a budget of {BUDGETS[1]}",
+    title=f"A document among four readers (in pieces: budget {BUDGETS[1]})",
     xlabel="seconds",
     order=("prompt", "decode"),
 )
@@ -1187,7 +1187,7 @@ figure = plots.panels(
     x="budget",
     ys={"longest pause": "readers' longest pause (s)", "TTFT": "the document's TTFT (s)"},
     hue="engine",
-    title=f"What a token budget buys, and its price (rightmost: all {DOCUMENT} tokens in one step)",
+    title=f"What a token budget buys, and its price ({WHOLE}: all in one step)",
     xlabel="max_num_batched_tokens",
     log_x=True,
 )
