@@ -784,9 +784,8 @@ class BlockCounter:
 
 # %% [markdown]
 # Fit on the steps of some loads, judge on loads that the fit never saw: chats that arrive one by one and long prompts with
-# short answers, of other lengths and under other rules. A crowd is among the first, so that every number of rows is seen. A
-# machine's speed drifts while it works, so the two kinds are run
-# in turns.
+# short answers, of other lengths and under other rules. A crowd is among the first, so that every number of rows is seen.
+# A machine's speed drifts while it works, so the two kinds are run in turns.
 
 # %%
 RULES = {"orca": {"max_num_seqs": 2 * N_SLOTS}, "prefill first": {"max_num_batched_tokens": 512}}
@@ -856,9 +855,9 @@ Markdown(
 # engine and nothing of a GPU.
 
 # %% [markdown]
-# The real model has done its work. One more run with a clock on every operator, for later; then its weights are let go, since memory is
-# counted over all processes. And because a server takes half a minute to start, the one that comes at the end is started
-# now, in the background: a virtual clock does not mind.
+# The real model has done its work. One more run with a clock on every operator, for later; then its weights are let go,
+# since memory is counted over all processes. And because a server takes half a minute to start, the one that comes at the
+# end is started now, in the background: a virtual clock does not mind.
 
 # %%
 from concurrent.futures import ThreadPoolExecutor
