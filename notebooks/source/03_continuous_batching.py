@@ -1266,10 +1266,9 @@ if seen:
     print(f"{gap['seconds']:.2f} times = {gap['steps']:.2f} (steps) x {gap['each']:.2f} (seconds a step)")
 
 # %% [markdown]
-# Where the numbers of steps agree, so do the schedules, and what is left is the step. A clock on every operator says where its
-# time went:
-# matrix products, attention (in ours with its gather), everything else in PyTorch; and what remains of the wall clock is
-# Python: planning, building tables, bookkeeping. (On a GPU it would show launches instead of kernels.)
+# Where the numbers of steps agree, so do the schedules, and what is left is the step. A clock on every operator says where
+# its time went: matrix products, attention (in ours with its gather), everything else in PyTorch. What remains of the wall
+# clock is Python: planning, building tables, bookkeeping. (On a GPU it would show launches instead of kernels.)
 
 # %%
 KINDS_OF_WORK = {
