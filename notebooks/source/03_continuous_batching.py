@@ -1663,7 +1663,9 @@ run.check("03.5", best_budget)
 # - **An average hides a pause.** TPOT is one. Look at the gaps between tokens, at their p99, and at the longest.
 # - **A short pause is bought with a later first token.** Print both, always.
 # - **Ask what the longest answer was.** Gains over static batching are bounded by longest over mean.
-# - **"Prefill first" is not a straw man.** Where nobody reads along (batch jobs), it is as fast as anything.
+# - **"Prefill first" is not a straw man.** Where nobody reads along (batch jobs), it does well. But prompts with one-token
+#   answers (a classifier's traffic) free their row in the step that reads them, and can hold up a decode for as long as
+#   they keep coming. The random tests of our scheduler found that case, not we.
 # - **A token budget that is too small pays the constant part of a step again and again**, and reads the prompt's keys anew
 #   for every piece.
 # - **Fairness is not free, and neither is its absence.** Skipping over a large request raises utilisation and starves it.
