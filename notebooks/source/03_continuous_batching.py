@@ -589,8 +589,8 @@ def pause_and_price(record):
 # %%
 BUDGETS = [64, 256] if device == "cpu" else [128, 512, 2048]
 WHOLE = CONTEXT
-ours_runs = {WHOLE: run_ours(interrupted(), "orca")}
-ours_runs |= {n: run_ours(interrupted(), "chunked", max_num_batched_tokens=n) for n in BUDGETS}
+ours_runs = {n: run_ours(interrupted(), "chunked", max_num_batched_tokens=n) for n in BUDGETS}
+ours_runs[WHOLE] = run_ours(interrupted(), "orca")
 same = [
     quality.greedy_agreement(
         [t.output_ids for t in ours_runs[WHOLE][0].traces], [t.output_ids for t in r.traces], "whole prompt"
