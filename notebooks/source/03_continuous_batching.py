@@ -1088,7 +1088,7 @@ capacity.round(3)
 #
 # ### `vllm serve`
 #
-# It has started meanwhile, with the budget that our own engine had above. It gets the document among readers, and a few
+# It has started meanwhile, with the token budget of the simulated loads. It gets the document among readers, and a few
 # requests of each class. (On a GPU more servers follow, one for each budget; here a start takes as long as all of this.)
 
 # %%
