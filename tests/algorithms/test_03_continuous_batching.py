@@ -351,6 +351,13 @@ def test_each_rule_writes_the_step_it_says(nb):
 
 
 # -- the loop and its clock ---------------------------------------------------------------------------------------
+def test_a_budget_without_room_for_every_row_is_refused(nb):
+    for budget in (None, 0, 7):
+        with pytest.raises(EngineError, match="room for one token of every row"):
+            nb.Scheduler(nb.BlockCounter(8, 32), "chunked", max_num_seqs=8, max_num_batched_tokens=budget)
+    assert nb.Scheduler(nb.BlockCounter(8, 32), "chunked", max_num_seqs=8, max_num_batched_tokens=8)
+
+
 def load(*rows, kind="open", concurrency=1):
     requests = tuple(
         Request(request_id=f"r{i}", prompt_ids=(1,) * n_in, max_tokens=n_out, arrival=at)
@@ -386,6 +393,10 @@ def check_clock(nb):
     closed, steps = served(nb, "orca", load(*[(0.0, 4, 3)] * 6, kind="closed", concurrency=2))
     assert max(len(step.feeds) for step in steps) == 2
     assert sorted(closed) == [f"r{i}" for i in range(6)] and closed["r5"][0] > closed["r1"][0]
+    # A client whose answer is complete asks again, though its row still pads the static batch.
+    rows = load((0.0, 4, 2), (0.0, 4, 9), (0.0, 4, 2), kind="closed", concurrency=2)
+    padded, _ = served(nb, "static", rows)
+    assert padded["r2"][0] == pytest.approx(padded["r0"][1][-1]) and padded["r2"][1][0] > padded["r1"][1][-1]
 
 
 def test_the_clock_sees_every_gap(nb):
@@ -490,6 +501,10 @@ NOTEBOOK_TWINS = {
         "now += min(seconds, 2.0)",
     ),
     "a clock that does not jump": ("            now = pending[0].arrival\n", "            now = 0.0 + pending[0].arrival * 2\n"),
+    "a closed loop whose clients wait for the whole batch": (
+        "sum(not seq.is_finished for seq in scheduler.running)",
+        "len(scheduler.running)",
+    ),
     "a closed loop without a limit": ("n_inside < workload.concurrency)", "True)"),
     "pairs without the context": ("n * (start + n)", "n * n"),
     "decode rows that are not padded": ("len(contexts) * max(contexts, default=0)", "sum(contexts)"),
