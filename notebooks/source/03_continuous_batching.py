@@ -621,6 +621,7 @@ def pause_and_price(record):
     return {"longest pause": max(during), "TTFT": document.ttft_schedule, "gaps": len(during)}
 
 
+# %%
 def trade_of(engine, runs):
     """One row for each run, from pairs (budget, record)."""
     return pd.DataFrame([{"engine": engine, "budget": n, **pause_and_price(record)} for n, record in runs])
@@ -709,6 +710,7 @@ def seconds_of(feeds):
     return time.perf_counter() - started
 
 
+# %%
 for feeds in KINDS.values():
     seconds_of(feeds)
 rides = pd.DataFrame([{kind: seconds_of(feeds) for kind, feeds in KINDS.items()} for _ in range(run.profile.repeats)])
@@ -808,6 +810,7 @@ class CostExecutor:
         return [0] * len(feeds), self.cost.seconds([(seq.n_computed, n) for seq, n in feeds])
 
 
+# %% tags=["algorithm"]
 class BlockCounter:
     """The block manager's arithmetic without blocks: enough where no prefix is shared."""
 
@@ -889,6 +892,7 @@ def timed_steps(shapes):
     return steps
 
 
+# %%
 def rows_of(n_rows, share, *pieces):
     """`n_rows` decodes with contexts of this share of max_len, and prompt pieces (share before it, tokens)."""
     return [(int(share * max_len), 1)] * n_rows + [(int(before * max_len), n) for before, n in pieces]
@@ -958,11 +962,11 @@ display(pd.DataFrame(rows).fillna(""))
 
 # %%
 cost_error, worst_load = float(np.median(all_errors)), max(by_load, key=by_load.get)
-worst_error = by_load[worst_load]
+worst_error, worst_name = by_load[worst_load], ", ".join(filter(None, worst_load))
 run.measured("percent_error_of_cost_model", 100 * cost_error, "%")
 Markdown(
     f"Median absolute relative error of a step on held-out loads: **{cost_error:.1%}** over all {len(all_errors)} steps, "
-    f"**{worst_error:.1%}** on the worst of {len(by_load)} loads ({', '.join(worst_load)}); on the steps fitted "
+    f"**{worst_error:.1%}** on the worst of {len(by_load)} loads ({worst_name}); on the steps fitted "
     f"{np.median([abs(e) for e in cost.errors(fitted_on)]):.1%}."
 )
 
@@ -1176,6 +1180,7 @@ CANDIDATES = {policy: (policy, {}) for policy in POLICIES}
 CANDIDATES["chunked, tuned"] = ("chunked", {"max_num_batched_tokens": tuned})
 
 
+# %%
 def meets_slo(candidate, rate):
     policy, limits = CANDIDATES[candidate]
     record = simulated(at_rate(STUDY, rate), policy, **limits)
@@ -1236,6 +1241,7 @@ def ask(server, budget):
         served[budget, "document"] = engine.run(document, warmup=0)
 
 
+# %%
 if starting is not None:
     release_free_memory()
     with servers:
@@ -1549,7 +1555,7 @@ run.claim(
 run.claim(
     "simulator-step-error",
     bool(worst_error <= 0.15),
-    f"{worst_error:.1%} on the worst of {len(by_load)} held-out loads ({', '.join(worst_load)}), {cost_error:.1%} over all "
+    f"{worst_error:.1%} on the worst of {len(by_load)} held-out loads ({worst_name}), {cost_error:.1%} over all "
     f"{len(all_errors)} steps",
 )
 
