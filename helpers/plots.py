@@ -292,6 +292,78 @@ def _timeline_row(axes: Axes, trace: StreamTrace, row: int, zero: float) -> None
     axes.vlines([c.time - zero for c in trace.token_chunks], row - 0.25, row + 0.25, color=PALETTE[0], linewidth=0.8)
 
 
+def panels(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    ys: Mapping[str, str],
+    hue: str,
+    title: str,
+    xlabel: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:
+    """Panels side by side over one x axis: `ys` maps a column to its panel's y label; one line for each value of `hue`."""
+    figure, all_axes = plt.subplots(1, len(ys), figsize=(WIDTH, 3.4), squeeze=False)
+    figure.subplots_adjust(top=0.8, wspace=0.3)
+    for axes, (column, label) in zip(all_axes[0], ys.items(), strict=True):
+        for index, (name, part) in enumerate(frame.groupby(hue, sort=False)):
+            axes.plot(part[x], part[column], "o-", color=PALETTE[index % len(PALETTE)], label=str(name), markersize=4)
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(frame[x].unique()), [f"{value:g}" for value in sorted(frame[x].unique())])
+            axes.minorticks_off()
+        if log_y:
+            axes.set_yscale("log")
+            plain_log(axes.yaxis)
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set(xlabel=xlabel, ylabel=label)
+    handles, labels = all_axes[0][0].get_legend_handles_labels()
+    _headline(figure, title, handles, labels)
+    return figure
+
+
+def _headline(figure: Figure, title: str, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A title over all panels, and under it one legend for all of them."""
+    inch = 1 / figure.get_figheight()
+    left = figure.subplotpars.left
+    figure.suptitle(title, x=left, y=1 - 0.06 * inch, ha="left", va="top", fontsize="medium", fontweight="bold")
+    corner = (left - 0.01, 1 - 0.28 * inch)
+    figure.legend(handles, labels, loc="upper left", ncols=len(labels), bbox_to_anchor=corner, borderaxespad=0.0)
+
+
+def step_chart(
+    frames: Mapping[str, pd.DataFrame], *, title: str, xlabel: str, order: Sequence[str], stripes: bool = True
+) -> Figure:
+    """What each request did in each step, one panel for each entry of `frames`, on one time axis.
+
+    A frame has columns ``row`` (the request), ``start`` and ``length`` (seconds) and ``kind`` (one of `order`, which fixes
+    the colours). `stripes` draws each step's beginning as a thin line.
+    """
+    heights = [max(9, frame["row"].nunique()) for frame in frames.values()]
+    height = 1.4 + 0.1 * sum(heights)
+    figure, all_axes = plt.subplots(
+        len(frames), 1, figsize=(WIDTH, height), squeeze=False, sharex=True, height_ratios=heights
+    )
+    figure.subplots_adjust(top=1 - 0.65 / height, bottom=0.5 / height, hspace=0.1)
+    colors = {kind: PALETTE[index] for index, kind in enumerate(order)}
+    for axes, (name, frame) in zip(all_axes[:, 0], frames.items(), strict=True):
+        rows = {row: index for index, row in enumerate(dict.fromkeys(frame["row"]))}
+        axes.barh(
+            frame["row"].map(rows), frame["length"], left=frame["start"], height=0.8, color=frame["kind"].map(colors),
+            linewidth=0,
+        )  # fmt: skip
+        if stripes:
+            axes.vlines(frame["start"].unique(), -0.5, len(rows) - 0.5, color="white", linewidth=0.4)
+        axes.set_yticks([])
+        axes.set(ylabel=name, ylim=(len(rows) - 0.4, -0.6))
+        axes.grid(visible=False)
+    all_axes[-1, 0].set(xlabel=xlabel)
+    _headline(figure, title, [mpl.patches.Patch(color=colors[kind]) for kind in order], order)
+    return figure
+
+
 def predictions(frame: pd.DataFrame, *, title: str) -> Figure:
     """Predicted against measured as ratios: columns ``name``, ``predicted``, ``measured``. One is a perfect guess."""
     figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.38 * len(frame)))

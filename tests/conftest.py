@@ -56,7 +56,7 @@ def load_algorithms() -> Callable[..., SimpleNamespace]:
             assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {notebook}"
             source = source.replace(old, new)
         scope: dict[str, object] = {"__name__": f"algorithms_of_{notebook}"}
-        exec(compile(source, findable(source, notebook), "exec"), scope)
+        exec(compile(source, findable(source, notebook), "exec", dont_inherit=True), scope)
         return SimpleNamespace(**scope)
 
     return load

@@ -17,8 +17,11 @@ from helpers.errors import EngineError
 from helpers.hardware import describe, package_version
 from helpers.memory import measure_peak, resident_bytes
 from helpers.models import checkpoint_bytes, kv_bytes, load_config, locate
+from helpers.stats import operator_seconds
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
+
+_NO_PEAKS = {"logical": 0, "physical": 0, "running": 0, "tokens": 0}
 
 
 class VllmEngine(ChildEngine):
@@ -127,7 +130,7 @@ class VllmBackend:
         self.block_size = int(cache.block_size)
         self.num_kv_blocks = int(cache.num_gpu_blocks or 0)
         self._prefix_caching = enable_prefix_caching
-        self._peaks: dict[str, int] = {"logical": 0, "physical": 0, "running": 0}
+        self._peaks = dict(_NO_PEAKS)
         self._watch_blocks()
         # Kernels repack weights and drop the originals, so a walk over the loaded module would miss some.
         self._weights = checkpoint_bytes(model, dtype)
@@ -271,13 +274,41 @@ class VllmBackend:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = n
         self.info = self.info.model_copy(update={"settings": {**self.info.settings, "max_num_seqs": n}})
 
+    def limit_batched_tokens(self, n: int) -> None:
+        """Let a step hold at most `n` tokens from now on; not more than the engine was started with.
+
+        Raises
+        ------
+        EngineError : buffers were made for fewer tokens.
+        """
+        most = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
+        if not 1 <= n <= most:
+            raise EngineError(
+                f"A step of {n} tokens is out of reach: the engine was started for 1 to {most}.",
+                "Start it with a larger max_num_batched_tokens.",
+            )
+        self._engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = n
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "max_num_batched_tokens": n}})
+
+    def use_prefix_cache(self, enabled: bool) -> None:
+        """Forget all cached prefixes; from now on look for and keep them, or do neither. The engine must have them on."""
+        self._llm.reset_prefix_cache()
+        self._engine.engine_core.engine_core.scheduler.kv_cache_manager.enable_caching = enabled
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "enable_prefix_caching": enabled}})
+
+    def profile(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """Run a workload (dumped to JSON) with a clock on each operator: steps, their seconds, each operator's seconds."""
+        (traces, started, _), operators = operator_seconds(lambda: self._drive(Workload.model_validate(workload)))
+        ends = sorted({chunk.time for trace in traces for chunk in trace.chunks})
+        return {"steps": len(ends), "seconds": ends[-1] - started, "operators": operators}
+
     def block_peaks(self) -> dict[str, int]:
-        """The step since the last call with the most blocks in tables, and the most sequences at once; then start anew.
+        """The step since the last call with the most blocks in tables, the most sequences and tokens at once; then start anew.
 
         ``logical`` counts table entries of all running requests, ``physical`` the distinct blocks behind them in that step:
         their difference is what sharing saves. ``usable`` is the pool without the one block that vLLM keeps as a blank.
         """
-        peaks, self._peaks = self._peaks, {"logical": 0, "physical": 0, "running": 0}
+        peaks, self._peaks = self._peaks, dict(_NO_PEAKS)
         return {**peaks, "usable": self.num_kv_blocks - 1}
 
     def _watch_blocks(self) -> None:
@@ -290,6 +321,7 @@ class VllmBackend:
             tables = [scheduler.kv_cache_manager.get_block_ids(r.request_id)[0] for r in scheduler.running]
             logical = sum(map(len, tables))
             self._peaks["running"] = max(self._peaks["running"], len(tables))
+            self._peaks["tokens"] = max(self._peaks["tokens"], int(planned.total_num_scheduled_tokens))
             if logical > self._peaks["logical"]:
                 self._peaks.update(logical=logical, physical=len({block for table in tables for block in table}))
             return planned

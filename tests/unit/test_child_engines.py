@@ -176,7 +176,14 @@ def records(bundled_model):
     ) as engine:
         theirs, hits = engine.run(workload), engine.run(shared)
         cold_again = engine.run(workload, warmup=0)
-    return ours, theirs, hits, cold_again, uncached
+        engine.call("block_peaks")
+        engine.call("use_prefix_cache", enabled=False)
+        engine.call("limit_batched_tokens", n=48)
+        limited = {"record": engine.run(shared, warmup=0), "peaks": engine.call("block_peaks")}
+        limited["profile"] = engine.call("profile", workload=workload.model_dump(mode="json"))
+        with pytest.raises(EngineError, match="out of reach"):
+            engine.call("limit_batched_tokens", n=10**6)
+    return ours, theirs, hits, cold_again, uncached, limited
 
 
 @pytest.mark.engine
@@ -195,7 +202,7 @@ def test_both_engines_give_every_token_a_time_and_the_same_greedy_tokens(records
 
 @pytest.mark.engine
 def test_a_running_engine_takes_another_cache_and_says_so(records):
-    ours, *_, uncached = records
+    ours, *_, uncached, _ = records
     assert [ours.engine.settings["cache"], uncached.engine.settings["cache"]] == ["dynamic", "none"]
     assert uncached.memory.kv_reserved == 0 < ours.memory.kv_reserved
     assert [trace.output_ids for trace in uncached.traces] == [trace.output_ids for trace in ours.traces]
@@ -214,11 +221,23 @@ def test_memory_is_told_by_formula_and_by_the_system(records):
 
 @pytest.mark.engine
 def test_a_cold_workload_finds_no_cache_even_when_sent_twice_and_a_shared_prefix_is_found(records):
-    _, theirs, hits, cold_again, _ = records
+    _, theirs, hits, cold_again, *_ = records
     assert theirs.cached_fraction == 0.0 and cold_again.cached_fraction == 0.0
     assert hits.traces[0].cached_tokens == 0
     assert all(trace.cached_tokens == 96 for trace in hits.traces[1:])
     assert hits.counters["vllm:prefix_cache_hits"] == 2 * 96
+
+
+@pytest.mark.engine
+def test_limits_that_change_while_the_engine_lives_hold_and_change_no_answer(records):
+    _, _, hits, _, _, limited = records
+    record, profile = limited["record"], limited["profile"]
+    assert record.cached_fraction == 0.0
+    assert [t.output_ids for t in record.traces] == [t.output_ids for t in hits.traces]
+    assert limited["peaks"]["tokens"] == 48 < max(len(r.prompt_ids) for r in record.workload.requests)
+    assert record.engine.settings["max_num_batched_tokens"] == 48
+    assert profile["steps"] > 1 and profile["seconds"] > 0
+    assert 0 < sum(profile["operators"].values()) < 1.5 * profile["seconds"]
 
 
 @pytest.mark.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 
 from helpers import stats
@@ -117,3 +118,12 @@ def test_step_seconds_times_each_item() -> None:
     items, seconds = stats.step_seconds(iter("abc"))
     assert items == ["a", "b", "c"]
     assert len(seconds) == 3 and min(seconds) >= 0
+
+
+def test_operator_seconds_names_the_operators_that_ran_and_keeps_the_value() -> None:
+    a = torch.ones(64, 64)
+    with torch.inference_mode():
+        value, seconds = stats.operator_seconds(lambda: float(torch.nn.functional.linear(a, a).sum()))
+    assert value == 64.0**3
+    assert seconds["aten.sum.default"] > 0 and any("mm" in name or "linear" in name for name in seconds)
+    assert not any("conv" in name for name in seconds)
