@@ -54,6 +54,7 @@ def _steps_needed(answer: Callable[..., Any]) -> None:
         ("a batch that is not full is a batch too", [2, 2, 5], 2),
         ("one row: one after another", [4, 1, 2], 1),
         ("more rows than requests", [4, 7], 5),
+        ("many rows", [1 + i * i % 23 for i in range(70)], 32),
         ("a free row goes to the next in line, not to the longest", [1, 4, 2, 8], 2),
     ]
     rng = random.Random(3)
@@ -101,6 +102,8 @@ def _fill_step(answer: Callable[..., Any]) -> None:
         ("no more than max_num_seqs run", [1, 1, 1], [2, 2, 2], 64, 4, ([1, 1, 1], [2])),
         ("two begun prompts: the older first", [30, 30, 1], [], 41, 4, ([30, 10, 1], [])),
         ("a prompt that gets nothing waits with 0", [30, 30], [5], 30, 4, ([30, 0], [])),
+        ("as many new requests are admitted as there are tokens", [1], [1] * 40, 34, 64, ([1], [1] * 33)),
+        ("as many new requests are admitted as there are rows", [1], [1] * 40, 64, 34, ([1], [1] * 33)),
         ("an empty machine takes what fits", [], [3, 3, 3], 8, 8, ([], [3, 3, 2])),
         ("rows that are full admit nobody", [1, 1], [4], 64, 2, ([1, 1], [])),
     ]
@@ -170,7 +173,7 @@ def _admit(answer: Callable[..., Any]) -> None:
         ),
         ("the head of the queue is served first", [("long", 9), ("b", 1)], 6, []),
         ("an exact fit is a fit", [("a", 6), ("b", 1)], 6, ["a"]),
-        ("as many as fit are admitted", [(f"r{i}", 1) for i in range(9)], 8, [f"r{i}" for i in range(8)]),
+        ("as many as fit are admitted", [(f"r{i}", 1) for i in range(40)], 33, [f"r{i}" for i in range(33)]),
         ("an empty queue admits nobody: an empty list", [], 6, []),
         ("a full pool admits nobody: an empty list", [("a", 1)], 0, []),
     ]
@@ -255,9 +258,8 @@ def _highest_rate(answer: Callable[..., Any]) -> None:
         )
         expected = _bisect(limit, low, high, n_halvings)
         got = ask(prop, given, expected, run_at, 1.0, 0.1, low, high, n_halvings)
-        expect_close(
-            prop, given, got, expected, absolute=(high - low) / 8, rel=0
-        )  # a wrong yes or no goes further astray
+        # A wrong yes or no leads further astray than an eighth of the interval.
+        expect_close(prop, given, got, expected, absolute=(high - low) / 8, rel=0)
         expect("the answer is a rate that holds", given, float(got) <= limit, f"{expected}, at most {limit}", got)
         prop = "no rate outside [low, high] is run"
         expect(prop, given, all(low <= rate <= high for rate in asked), f"rates in [{low:g}, {high:g}]", asked)
@@ -270,57 +272,33 @@ def _highest_rate(answer: Callable[..., Any]) -> None:
 
     late: Pairs = [(2.0, 0.1)]
     slow: Pairs = [(1.0, 0.2)]
-    three_quarters = (0.75,)
-    cases: list[tuple[str, str, Pairs, float, float, tuple[float, ...], float]] = [
-        ("0 where the lowest rate fails", "no request is good", late * 20, 1.0, 0.1, (), 0.0),
-        ("the highest rate, where it holds", "all 20 are good", good * 20, 1.0, 0.1, (), 9.0),
+    slo = (1.0, 0.1)
+    apart = "a request is good if it meets both limits: the two are not judged apart"
+    cases: list[tuple[str, str, Pairs, tuple[float, float], list[float], float]] = [
+        ("0 where the lowest rate fails", "no request is good", late * 20, slo, [], 0.0),
+        ("the highest rate, where it holds", "all 20 are good", good * 20, slo, [], 9.0),
         (
             "a TPOT of None (one token) misses nothing",
             "17 good, 3 of one token",
-            holding[:17] + one_token * 3,
-            1,
-            0.1,
-            (),
+            good * 17 + one_token * 3,
+            slo,
+            [],
             9.0,
         ),
-        (
-            "a request is good if it meets both limits: the two are not judged apart",
-            "16 of 20 good, 2 late, 2 slow",
-            [*good * 16, *late * 2, *slow * 2],
-            1.0,
-            0.1,
-            (),
-            0.0,
-        ),
-        ("share is 0.9 if not given", "22 of 25 good", [*good * 22, *late * 3], 1.0, 0.1, (), 0.0),
-        ("share is 0.9 if not given", "23 of 25 good", [*good * 23, *late * 2], 1.0, 0.1, (), 9.0),
-        ("share is what is given", "10 of 20 good, share=0.5", [*good * 10, *late * 10], 1.0, 0.1, (0.5,), 9.0),
-        ("share is what is given", "23 of 25 good, share=1.0", [*good * 23, *late * 2], 1.0, 0.1, (1.0,), 0.0),
-        (
-            "a share met exactly is enough",
-            "15 of 20 good, share=0.75",
-            [*good * 15, *slow * 5],
-            1.0,
-            0.1,
-            three_quarters,
-            9.0,
-        ),
-        (
-            "a share is missed by one",
-            "14 of 20 good, share=0.75",
-            [*good * 14, *slow * 6],
-            1.0,
-            0.1,
-            three_quarters,
-            0.0,
-        ),
-        ("the limits are those given", "20 requests of TTFT 1.0 and TPOT 0.1", good * 20, 0.75, 0.1, (), 0.0),
-        ("the limits are those given", "20 requests of TTFT 1.0 and TPOT 0.1", good * 20, 1.0, 0.0625, (), 0.0),
-        ("the limits are those given", "20 requests of TTFT 2.0 and TPOT 0.2", [(2.0, 0.2)] * 20, 2.0, 0.2, (), 9.0),
-        ("one request is a load", "1 of 1 good", good, 1.0, 0.1, (), 9.0),
-        ("each request counts once", "1 of 3 good", [*good, *late * 2], 1.0, 0.1, (), 0.0),
+        (apart, "16 of 20 good, 2 late, 2 slow", good * 16 + late * 2 + slow * 2, slo, [], 0.0),
+        ("share is 0.9 if not given", "22 of 25 good", good * 22 + late * 3, slo, [], 0.0),
+        ("share is 0.9 if not given", "23 of 25 good", good * 23 + late * 2, slo, [], 9.0),
+        ("share is what is given", "12 of 20 good, share=0.5", good * 12 + late * 8, slo, [0.5], 9.0),
+        ("share is what is given", "23 of 25 good, share=1.0", good * 23 + late * 2, slo, [1.0], 0.0),
+        ("a share met exactly is enough", "15 of 20 good, share=0.75", good * 15 + slow * 5, slo, [0.75], 9.0),
+        ("a share is missed by one", "14 of 20 good, share=0.75", good * 14 + slow * 6, slo, [0.75], 0.0),
+        ("the limits are those given", "20 requests of TTFT 1.0 and TPOT 0.1", good * 20, (0.75, 0.1), [], 0.0),
+        ("the limits are those given", "20 requests of TTFT 1.0 and TPOT 0.1", good * 20, (1.0, 0.0625), [], 0.0),
+        ("the limits are those given", "20 requests of TTFT 2.0 and TPOT 0.2", [(2.0, 0.2)] * 20, (2.0, 0.2), [], 9.0),
+        ("one request is a load", "1 of 1 good", good, slo, [], 9.0),
+        ("each request counts once", "1 of 3 good", good + late * 2, slo, [], 0.0),
     ]
-    for prop, what, pairs, ttft, tpot, share, expected in cases:
+    for prop, what, pairs, (ttft, tpot), share, expected in cases:
         given = f"at every rate: {what}; ttft={ttft:g}, tpot={tpot:g}, low=1, high=9, n_halvings=5"
         got = ask(prop, given, expected, lambda _, pairs=pairs: list(pairs), ttft, tpot, 1.0, 9.0, 5, *share)
         expect_close(prop, given, got, expected)
@@ -367,9 +345,9 @@ def _best_budget(answer: Callable[..., Any]) -> None:
         return 5.0
 
     cases = [
+        ("without a limit the whole prompt in one step", [16, 64, 256], linear, 200, 4, math.inf),
         ("the largest budget whose steps are short enough", [16, 64, 256], linear, 200, 4, 80.0),
         ("a step may last exactly as long as the limit", [16, 64], linear, 200, 4, 72.0),
-        ("without a limit the whole prompt in one step", [16, 64, 256], linear, 200, 4, math.inf),
         ("later pieces see more context and last longer", [16, 32, 64], attending, 300, 4, 170.0),
         ("each piece is timed at its own position; every step keeps the limit", [16, 32, 64], growing, 300, 4, 120.0),
         ("any step may be the longest, not only the first or the last", [32, 60], bumpy, 256, 0, 150.0),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import heapq
 import random
-import re
 import sys
 from functools import cache
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import jupytext
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -726,6 +724,90 @@ def _the_largest(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
     return max(budgets)
 
 
+def _equal_shares(running, waiting, budget, max_num_seqs):
+    n_decodes = running.count(1)
+    share = (budget - n_decodes) // max(1, len(running) - n_decodes)
+    tokens = [1 if left == 1 else min(left, share) for left in running]
+    rest = answers("solution")["fill_step"]([], waiting, budget - sum(tokens), max_num_seqs - len(running))
+    return tokens, rest[1]
+
+
+def _reserves_what_is_left(waiting, n_free):
+    admitted, reserved = [], 0
+    for seq_id, needed in waiting:
+        if needed <= n_free - reserved:
+            admitted.append(seq_id)
+            n_free -= needed
+        else:
+            reserved = min(n_free, needed)
+    return admitted
+
+
+def _overtakes_three_times():
+    passed: dict[str, int] = {}
+
+    def admit(waiting, n_free):
+        admitted = []
+        for seq_id, needed in waiting:
+            if needed <= n_free:
+                admitted.append(seq_id)
+                n_free -= needed
+            else:
+                passed[seq_id] = passed.get(seq_id, 0) + 1
+                if passed[seq_id] > 3:
+                    break
+        return admitted
+
+    return admit
+
+
+def _each_limit_apart(run_at, ttft, tpot, low, high, n_halvings, share=0.9):
+    solve = answers("solution")["highest_goodput_rate"]
+    run = cache(run_at)  # no rate is run twice
+    first = solve(run, ttft, float("inf"), low, high, n_halvings, share)
+    each = solve(lambda r: [(0.0, t) for _, t in run(r)], ttft, tpot, low, high, n_halvings, share)
+    return min(first, each)
+
+
+def _shares_of_percentiles(run_at, ttft, tpot, low, high, n_halvings, share=0.9):
+    def worst(rate):
+        pairs = run_at(rate)
+        at = -(-len(pairs) * 9 // 10) - 1
+        return [
+            (
+                sorted(9e9 if a is None else a for a, _ in pairs)[at],
+                sorted(0.0 if b is None else b for _, b in pairs)[at],
+            )
+        ]
+
+    return answers("solution")["highest_goodput_rate"](worst, ttft, tpot, low, high, n_halvings)
+
+
+def _equal_pieces(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    found = []
+    for budget in (b for b in budgets if b > n_decodes):
+        n = -(-n_prompt // (budget - n_decodes))
+        cuts = [n_prompt * i // n for i in range(n + 1)]
+        steps = [step_seconds(a, b - a, n_decodes) for a, b in pairwise(cuts)]
+        if max(steps) <= longest_pause:
+            found.append((sum(steps), budget))
+    return min(found)[1] if found else None
+
+
+def _the_largest_that_keeps_the_limit(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    solve = answers("solution")["best_budget"]
+    good = [b for b in budgets if solve([b], step_seconds, n_prompt, n_decodes, longest_pause)]
+    return min((b for b in good if b >= n_prompt + n_decodes), default=max(good, default=None))
+
+
+def _limit_on_the_whole_prompt(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    solve = answers("solution")["best_budget"]
+    best = solve(budgets, step_seconds, n_prompt, n_decodes, float("inf"))
+    piece = (best or 0) - n_decodes
+    total = sum(step_seconds(p, min(piece, n_prompt - p), n_decodes) for p in range(0, n_prompt, piece)) if best else 0
+    return best if total <= longest_pause else None
+
+
 WRONG = [
     ("03.1", _a_lower_bound, "(continuous)"),
     ("03.1", _full_batches_only, "a batch that is not full"),
@@ -743,6 +825,14 @@ WRONG = [
     ("03.4", _a_scan, "halved"),
     ("03.5", _forgets_the_decodes, "exactly as long as the limit"),
     ("03.5", _only_the_first_step, "later pieces see more context"),
+    ("03.2", _equal_shares, "two begun prompts: the older first"),
+    ("03.3", _reserves_what_is_left, "a request that needs much of the pool enters"),
+    ("03.3", _overtakes_three_times(), "who does not fit holds up those behind"),
+    ("03.4", _each_limit_apart, "the two are not judged apart"),
+    ("03.4", _shares_of_percentiles, "the two are not judged apart"),
+    ("03.5", _equal_pieces, "later pieces see more context"),
+    ("03.5", _the_largest_that_keeps_the_limit, "small pieces may be sooner"),
+    ("03.5", _limit_on_the_whole_prompt, "the largest budget whose steps are short enough"),
     ("03.5", _the_largest, "the largest budget whose steps are short enough"),
 ]
 
@@ -767,8 +857,8 @@ def edited(number: str, *edits: tuple[str, str]):
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution of {number}"
         source = source.replace(old, new)
-    scope: dict = {"np": np, "torch": torch}
-    exec(source, scope)
+    scope: dict = {}
+    exec(f"import numpy as np\nimport torch\n{source}", scope)
     return scope[ANSWERS[number]]
 
 
@@ -789,7 +879,7 @@ WRONG_EDITS = [
     ("03.2", CUT, CUT.replace("waiting[:", "sorted(waiting)[:"), "each in order of arrival"),
     ("03.2", CUT, CUT.replace("waiting[:", "sorted(waiting, reverse=True)[:"), "to new requests, in order"),
     ("03.2", "        if budget == 0:\n", "        if budget < min(length, 16):\n", "the rest goes to new requests"),
-    ("03.2", "        if budget == 0:\n", "        if budget == 0 or len(admitted) == 4:\n", "is wasted"),
+    ("03.2", "        if budget == 0:\n", "        if budget == 0 or len(admitted) == 4:\n", "as many new requests"),
     ("03.2", "min(left, budget)", "min(left, budget, 32)", "a piece is as long as the budget allows"),
     ("03.2", "return tokens, admitted", "return [n for n in tokens if n], admitted", "waits with 0"),
     ("03.2", "return tokens, admitted", "return tokens, len(admitted)", "a pair of lists"),
@@ -824,12 +914,12 @@ WRONG_EDITS = [
     ),
     ("03.4", GOOD, "first is not None and first <= ttft", "slow tokens break"),
     ("03.4", GOOD, "first is not None and first < ttft and (each is None or each <= tpot)", "a limit met exactly"),
-    ("03.4", "good >= share", "good > share", "share"),
+    ("03.4", "good >= share", "good > share", "a share met exactly is enough"),
     ("03.4", "share * len(pairs)", "0.9 * len(pairs)", "share is what is given"),
     ("03.4", "share=0.9", "share=0.86", "share is 0.9 if not given"),
     ("03.4", "share=0.9", "share=0.95", "share is 0.9 if not given"),
-    ("03.4", "good >= share * len(pairs)", "good >= int(share * len(pairs))", "share"),
-    ("03.4", "good >= share * len(pairs)", "len(pairs) - good <= 2", "share"),
+    ("03.4", "good >= share * len(pairs)", "good >= int(share * len(pairs))", "share is 0.9"),
+    ("03.4", "good >= share * len(pairs)", "len(pairs) - good <= 2", "share is what is given"),
     ("03.4", "first <= ttft and", "first <= 1.0 and", "the limits are those given"),
     ("03.4", "each <= tpot)", "each <= 0.1)", "the limits are those given"),
     ("03.4", "range(n_halvings)", "range(n_halvings - 1)", "halved n_halvings times"),
@@ -873,7 +963,7 @@ WRONG_EDITS = [
     ("03.5", "in sorted(budgets)", "in budgets", "of equals the smallest"),
     ("03.5", "piece < 1", "piece == 0", "a budget below the decodes"),
     ("03.5", "piece < 1", "piece < 2", "a piece may be of one token"),
-    ("03.5", "best and best[1]", "best", "the largest budget whose steps are short enough"),
+    ("03.5", "best and best[1]", "best", "without a limit"),
     ("03.5", "best and best[1]", "best[1] if best else 0", "None where none will do"),
 ]
 
@@ -886,10 +976,12 @@ def test_a_solution_made_wrong_fails_with_the_property_named(number, old, new, w
 def assert_names_what_broke(result: exercises.ExerciseResult, words: str) -> None:
     """A failure that says the property (in which `words` stand), the input, what was expected, and what came."""
     assert result.state == "fail", result
-    found = re.fullmatch(
-        r"First broken property: (.+)\n  input:    (.+)\n  expected: (.+)\n  got:      (.+)", result.message
-    )
-    assert found and words in found[1], result.message
+    names = ("First broken property: ", "  input:    ", "  expected: ", "  got:      ")
+    lines = result.message.split("\n")
+    assert len(lines) == len(names), result.message
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith(name) and line != name, result.message
+    assert words in lines[0], result.message
 
 
 RIGHT_EDITS = [
