@@ -1680,7 +1680,7 @@ run.check("03.2", fill_step)
 #
 # A colleague saw free blocks while the queue was not empty, and "fixed" it. Utilisation rose, throughput rose, every test
 # was green. A week later one customer complained that a long document had been waiting since Monday. Return a version that
-# starves nobody, and admits as many as it may.
+# keeps the order of arrival: nobody overtakes, and everybody is admitted up to the first who does not fit.
 
 
 # %% tags=["exercise"]
@@ -1695,7 +1695,7 @@ def buggy_admit(waiting, n_free):
 
 
 def mended_admit(waiting, n_free):
-    """Your version of buggy_admit."""
+    """Your version of buggy_admit: the ids to admit now, in order of arrival; an empty list where there is none."""
     raise NotImplementedError
 
 
@@ -1723,7 +1723,7 @@ run.check("03.3", mended_admit)
 # %% [markdown]
 # ### 03.4 The highest rate that keeps the promise (medium)
 #
-# Goodput by bisection. Mind the requests that failed, and those with one token.
+# Goodput by bisection. Mind the requests that failed, those with one token, and those that met one limit of two.
 
 
 # %% tags=["exercise"]
@@ -1731,8 +1731,9 @@ def highest_goodput_rate(run_at, ttft, tpot, low, high, n_halvings, share=0.9):
     """The highest rate in [low, high] at which at least `share` of the requests meet the SLO; 0.0 if `low` already fails.
 
     ``run_at(rate)`` returns one (TTFT, TPOT) pair of seconds for each request. TTFT is None where the request failed: then
-    it met nothing. TPOT is None where it had one token: then only TTFT counts. Limits may be met exactly. Halve the interval
-    `n_halvings` times and return its lower end (or `high`, where that holds).
+    it met nothing. TPOT is None where it had one token: then only TTFT counts. Limits may be met exactly, and so may `share`.
+    Halve the interval `n_halvings` times and return its lower end (or `high`, where that holds). A run is expensive: run no
+    rate twice.
     """
     raise NotImplementedError
 
@@ -1776,7 +1777,8 @@ def best_budget(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
     """The budget with the earliest first token of a prompt, among those whose steps all last at most `longest_pause`.
 
     Each step runs `n_decodes` decodes and, with what is left of the budget, the next piece of the prompt;
-    ``step_seconds(position, n_piece, n_decodes)`` is its duration. Of equals take the smallest budget; None where none will do.
+    ``step_seconds(position, n_piece, n_decodes)`` is its duration, where `position` tokens of the prompt were read before it.
+    The last piece may be shorter. Of equals take the smallest budget; None where none will do.
     """
     raise NotImplementedError
 

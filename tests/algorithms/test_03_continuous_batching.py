@@ -739,32 +739,314 @@ def _the_largest(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
     return max(budgets)
 
 
+def _equal_shares(running, waiting, budget, max_num_seqs):
+    n_decodes = running.count(1)
+    share = (budget - n_decodes) // max(1, len(running) - n_decodes)
+    tokens = [1 if left == 1 else min(left, share) for left in running]
+    rest = answers("solution")["fill_step"]([], waiting, budget - sum(tokens), max_num_seqs - len(running))
+    return tokens, rest[1]
+
+
+def _reserves_what_is_left(waiting, n_free):
+    admitted, reserved = [], 0
+    for seq_id, needed in waiting:
+        if needed <= n_free - reserved:
+            admitted.append(seq_id)
+            n_free -= needed
+        else:
+            reserved = min(n_free, needed)
+    return admitted
+
+
+def _overtakes_three_times():
+    passed: dict[str, int] = {}
+
+    def admit(waiting, n_free):
+        admitted = []
+        for seq_id, needed in waiting:
+            if needed <= n_free:
+                admitted.append(seq_id)
+                n_free -= needed
+            else:
+                passed[seq_id] = passed.get(seq_id, 0) + 1
+                if passed[seq_id] > 3:
+                    break
+        return admitted
+
+    return admit
+
+
+def _each_limit_apart(run_at, ttft, tpot, low, high, n_halvings, share=0.9):
+    solve = answers("solution")["highest_goodput_rate"]
+    run = cache(run_at)  # no rate is run twice
+    first = solve(run, ttft, float("inf"), low, high, n_halvings, share)
+    each = solve(lambda r: [(0.0, t) for _, t in run(r)], ttft, tpot, low, high, n_halvings, share)
+    return min(first, each)
+
+
+def _shares_of_percentiles(run_at, ttft, tpot, low, high, n_halvings, share=0.9):
+    def worst(rate):
+        pairs = run_at(rate)
+        at = -(-len(pairs) * 9 // 10) - 1
+        return [
+            (
+                sorted(9e9 if a is None else a for a, _ in pairs)[at],
+                sorted(0.0 if b is None else b for _, b in pairs)[at],
+            )
+        ]
+
+    return answers("solution")["highest_goodput_rate"](worst, ttft, tpot, low, high, n_halvings)
+
+
+def _equal_pieces(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    found = []
+    for budget in (b for b in budgets if b > n_decodes):
+        n = -(-n_prompt // (budget - n_decodes))
+        cuts = [n_prompt * i // n for i in range(n + 1)]
+        steps = [step_seconds(a, b - a, n_decodes) for a, b in pairwise(cuts)]
+        if max(steps) <= longest_pause:
+            found.append((sum(steps), budget))
+    return min(found)[1] if found else None
+
+
+def _the_largest_that_keeps_the_limit(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    solve = answers("solution")["best_budget"]
+    good = [b for b in budgets if solve([b], step_seconds, n_prompt, n_decodes, longest_pause)]
+    return min((b for b in good if b >= n_prompt + n_decodes), default=max(good, default=None))
+
+
+def _limit_on_the_whole_prompt(budgets, step_seconds, n_prompt, n_decodes, longest_pause):
+    solve = answers("solution")["best_budget"]
+    best = solve(budgets, step_seconds, n_prompt, n_decodes, float("inf"))
+    piece = (best or 0) - n_decodes
+    total = sum(step_seconds(p, min(piece, n_prompt - p), n_decodes) for p in range(0, n_prompt, piece)) if best else 0
+    return best if total <= longest_pause else None
+
+
 WRONG = [
-    ("03.1", _a_lower_bound, ""),
+    ("03.1", _a_lower_bound, "(continuous)"),
     ("03.1", _full_batches_only, "a batch that is not full"),
     ("03.1", _longest_first, "(continuous)"),
     ("03.2", _in_order_of_arrival, "decodes come before"),
-    ("03.2", _decodes_are_free, ""),
-    ("03.2", _whole_prompts, "the rest goes to new requests"),
-    ("03.2", _admits_with_nothing, ""),
+    ("03.2", _decodes_are_free, "decodes come before"),
+    ("03.2", _whole_prompts, "a new prompt's piece"),
+    ("03.2", _admits_with_nothing, "begun prompts come before new ones"),
     ("03.3", _the_buggy_one, "holds up those behind"),
-    ("03.3", _smallest_first, ""),
+    ("03.3", _smallest_first, "who does not fit holds up those behind"),
     ("03.3", _does_not_count_down, "blocks are counted down"),
     ("03.3", _one_at_a_time, "all are admitted where all fit"),
     ("03.4", _only_those_that_came_back, "a failed request met nothing"),
-    ("03.4", _limits_are_strict, ""),
+    ("03.4", _limits_are_strict, "a limit met exactly does not"),
     ("03.4", _a_scan, "halved"),
-    ("03.5", _forgets_the_decodes, ""),
-    ("03.5", _only_the_first_step, ""),
-    ("03.5", _the_largest, ""),
+    ("03.5", _forgets_the_decodes, "exactly as long as the limit"),
+    ("03.5", _only_the_first_step, "later pieces see more context"),
+    ("03.2", _equal_shares, "two begun prompts: the older first"),
+    ("03.3", _reserves_what_is_left, "a request that needs much of the pool enters"),
+    ("03.3", _overtakes_three_times(), "who does not fit holds up those behind"),
+    ("03.4", _each_limit_apart, "the two are not judged apart"),
+    ("03.4", _shares_of_percentiles, "the two are not judged apart"),
+    ("03.5", _equal_pieces, "later pieces see more context"),
+    ("03.5", _the_largest_that_keeps_the_limit, "small pieces may be sooner"),
+    ("03.5", _limit_on_the_whole_prompt, "the largest budget whose steps are short enough"),
+    ("03.5", _the_largest, "the largest budget whose steps are short enough"),
 ]
 
 
 @pytest.mark.parametrize(("number", "answer", "words"), WRONG, ids=[f"{n} {i}" for i, (n, _, _) in enumerate(WRONG)])
 def test_typical_wrong_answers_fail_with_the_property_named(number, answer, words):
     result = exercises.check(number, answer)
-    assert result.state == "fail" and result.message.startswith("First broken property"), result.message
-    assert words in result.message, result.message
+    assert_names_what_broke(result, words)
+
+
+@cache
+def solution_source(number: str) -> str:
+    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
+    solutions = (cell.source for cell in cells if "solution" in cell.metadata.get("tags", []))
+    (source,) = (source for source in solutions if f"def {ANSWERS[number]}(" in source)
+    return source + "\n"
+
+
+def edited(number: str, *edits: tuple[str, str]):
+    """The solution of an exercise with pieces of its source replaced, each of which must stand in it exactly once."""
+    source = solution_source(number)
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution of {number}"
+        source = source.replace(old, new)
+    scope: dict = {}
+    exec(f"import numpy as np\nimport torch\n{source}", scope)
+    return scope[ANSWERS[number]]
+
+
+HEAP = "    for n in outputs:\n        heapq.heapreplace(free_at, free_at[0] + n)\n"
+PIECE = "step_seconds(p, min(piece, n_prompt - p), n_decodes)"
+GOOD = "first is not None and first <= ttft and (each is None or each <= tpot)"
+CUT = "    for length in waiting[: max_num_seqs - len(running)]:"
+WRONG_EDITS = [
+    ("03.1", "static, max(free_at)", "max(free_at), static", "static waits for the longest"),
+    ("03.1", "static, max(free_at)", "[static, max(free_at), n_rows]", "a pair (static, continuous)"),
+    ("03.1", "static, max(free_at)", "{'static': static, 'continuous': max(free_at)}", "a pair (static, continuous)"),
+    ("03.1", "static, max(free_at)", "f'{static} {max(free_at)}'", "a pair (static, continuous)"),
+    ("03.1", "static, max(free_at)", "static, min(free_at)", "(continuous)"),
+    ("03.1", "free_at[0] + n)", "free_at[0] + n + (free_at[0] > 0))", "(continuous)"),
+    ("03.1", HEAP, "    for i, n in enumerate(outputs):\n        free_at[i % n_rows] += n\n", "(continuous)"),
+    ("03.2", "enumerate(running)", "reversed([*enumerate(running)])", "two begun prompts: the older first"),
+    ("03.2", "enumerate(running)", "sorted(enumerate(running), key=lambda x: x[1])", "each in order of arrival"),
+    ("03.2", CUT, CUT.replace("waiting[:", "sorted(waiting)[:"), "each in order of arrival"),
+    ("03.2", CUT, CUT.replace("waiting[:", "sorted(waiting, reverse=True)[:"), "to new requests, in order"),
+    ("03.2", "        if budget == 0:\n", "        if budget < min(length, 16):\n", "the rest goes to new requests"),
+    ("03.2", "        if budget == 0:\n", "        if budget == 0 or len(admitted) == 4:\n", "as many new requests"),
+    ("03.2", "min(left, budget)", "min(left, budget, 32)", "a piece is as long as the budget allows"),
+    ("03.2", "return tokens, admitted", "return [n for n in tokens if n], admitted", "waits with 0"),
+    ("03.2", "return tokens, admitted", "return tokens, len(admitted)", "a pair of lists"),
+    ("03.2", "return tokens, admitted", "return tokens + admitted", "a pair of lists"),
+    ("03.2", "return tokens, admitted", "return tokens, None", "a pair of lists"),
+    ("03.3", "in waiting:", "in waiting[:2]:", "as many as fit"),
+    (
+        "03.3",
+        "            break\n",
+        "            if needed > 6:\n                break\n            continue\n",
+        "if alone it would fit",
+    ),
+    ("03.3", "needed > n_free", "needed >= n_free", "all are admitted where all fit"),
+    ("03.3", "return admitted", "return admitted or None", "the head of the queue"),
+    ("03.3", "return admitted", "return admitted[::-1]", "in order of arrival"),
+    ("03.3", "return admitted", "return ' '.join(admitted)", "all are admitted"),
+    ("03.3", "return admitted", "return [(i, n) for i, n in waiting if i in admitted]", "only ids"),
+    ("03.3", "return admitted", "return admitted + admitted[:1]", "nobody is admitted twice"),
+    ("03.3", "return admitted", "return admitted if len(admitted) == len(waiting) else []", "blocks are counted down"),
+    (
+        "03.3",
+        "            break\n",
+        "            admitted.append(seq_id)\n            break\n",
+        "blocks are counted down",
+    ),
+    ("03.4", "(each is None or each <= tpot)", "each is not None and each <= tpot", "a TPOT of None"),
+    (
+        "03.4",
+        GOOD,
+        "first is not None and (each is None or first <= ttft and each <= tpot)",
+        "one token the TTFT counts",
+    ),
+    ("03.4", GOOD, "first is not None and first <= ttft", "slow tokens break"),
+    ("03.4", GOOD, "first is not None and first < ttft and (each is None or each <= tpot)", "a limit met exactly"),
+    ("03.4", "good >= share", "good > share", "a share met exactly is enough"),
+    ("03.4", "share * len(pairs)", "0.9 * len(pairs)", "share is what is given"),
+    ("03.4", "share=0.9", "share=0.86", "share is 0.9 if not given"),
+    ("03.4", "share=0.9", "share=0.95", "share is 0.9 if not given"),
+    ("03.4", "good >= share * len(pairs)", "good >= int(share * len(pairs))", "share is 0.9"),
+    ("03.4", "good >= share * len(pairs)", "len(pairs) - good <= 2", "share is what is given"),
+    ("03.4", "first <= ttft and", "first <= 1.0 and", "the limits are those given"),
+    ("03.4", "each <= tpot)", "each <= 0.1)", "the limits are those given"),
+    ("03.4", "range(n_halvings)", "range(n_halvings - 1)", "halved n_halvings times"),
+    ("03.4", "range(n_halvings)", "range(n_halvings + 1)", "halved, not searched"),
+    ("03.4", "range(n_halvings)", "range(10)", "halved, not searched"),
+    (
+        "03.4",
+        "        middle =",
+        "        if not holds(low):\n            return 0.0\n        middle =",
+        "no rate is run twice",
+    ),
+    ("03.4", "    return low\n", "    return round(low, 2)\n", "its lower end returned"),
+    ("03.4", "    return low\n", "    return (low + high) / 2\n", "its lower end returned"),
+    ("03.4", "    return low\n", "    return high\n", "a rate that holds"),
+    ("03.4", "        return 0.0\n", "        return low\n", "0 where the lowest rate fails"),
+    ("03.4", "    if holds(high):\n        return high\n", "", "the highest rate, where it holds"),
+    ("03.4", "(low + high) / 2", "(low * high) ** 0.5", "halved n_halvings times"),
+    ("03.5", PIECE, PIECE.replace("(p,", "(0,"), "timed at its own position"),
+    ("03.5", PIECE, PIECE.replace("n_decodes)", "0)"), "decodes lengthen the step too"),
+    ("03.5", PIECE, PIECE.replace("min(piece, n_prompt - p)", "piece"), "later pieces"),
+    ("03.5", PIECE, PIECE.replace("(p,", "(p + min(piece, n_prompt - p),"), "later pieces"),
+    (
+        "03.5",
+        "range(0, n_prompt, piece)",
+        "range(0, max(1, n_prompt // piece) * piece, piece)",
+        "shorter piece is a step",
+    ),
+    ("03.5", "range(0, n_prompt, piece)", "range(0, n_prompt + 1, piece)", "shorter piece is a step"),
+    ("03.5", "max(steps) <=", "sum(steps) / len(steps) <=", "every step keeps the limit"),
+    ("03.5", "max(steps) <=", "steps[-1] <=", "any step may be the longest"),
+    ("03.5", "max(steps) <=", "max(steps[0], steps[-1]) <=", "any step may be the longest"),
+    ("03.5", "max(steps) <=", "max(steps) <", "exactly as long as the limit"),
+    ("03.5", "sum(steps) < best[0]", "sum(steps) <= best[0]", "of equals the smallest"),
+    (
+        "03.5",
+        "sum(steps) < best[0]",
+        "len(steps) < -(-n_prompt // (best[1] - n_decodes))",
+        "sooner than the whole prompt",
+    ),
+    ("03.5", "sum(steps) < best[0]", "max(steps) < best[0]", "seconds count"),
+    ("03.5", "in sorted(budgets)", "in budgets", "of equals the smallest"),
+    ("03.5", "piece < 1", "piece == 0", "a budget below the decodes"),
+    ("03.5", "piece < 1", "piece < 2", "a piece may be of one token"),
+    ("03.5", "best and best[1]", "best", "without a limit"),
+    ("03.5", "best and best[1]", "best[1] if best else 0", "None where none will do"),
+]
+
+
+@pytest.mark.parametrize(("number", "old", "new", "words"), WRONG_EDITS)
+def test_a_solution_made_wrong_fails_with_the_property_named(number, old, new, words):
+    assert_names_what_broke(exercises.check(number, edited(number, (old, new))), words)
+
+
+def assert_names_what_broke(result: exercises.ExerciseResult, words: str) -> None:
+    """A failure that says the property (in which `words` stand), the input, what was expected, and what came."""
+    assert result.state == "fail", result
+    names = ("First broken property: ", "  input:    ", "  expected: ", "  got:      ")
+    lines = result.message.split("\n")
+    assert len(lines) == len(names), result.message
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith(name) and line != name, result.message
+    assert words in lines[0], result.message
+
+
+RIGHT_EDITS = [
+    ("03.1", "static, max(free_at)", "[static, max(free_at)]"),
+    ("03.1", "static, max(free_at)", "np.array([static, max(free_at)])"),
+    ("03.1", "static, max(free_at)", "torch.tensor([static, max(free_at)])"),
+    ("03.1", "static, max(free_at)", "float(static), np.float32(max(free_at))"),
+    ("03.1", HEAP, "    for n in outputs:\n        free_at.sort()\n        free_at[0] += n\n"),
+    ("03.1", "    static =", "    outputs = list(outputs)\n    static ="),
+    ("03.1", "    return static", "    outputs.clear()\n    return static"),
+    ("03.2", "return tokens, admitted", "return [tuple(tokens), tuple(admitted)]"),
+    ("03.2", "return tokens, admitted", "return np.array(tokens), np.array(admitted)"),
+    ("03.2", "return tokens, admitted", "return torch.tensor(tokens), torch.tensor(admitted)"),
+    ("03.2", "return tokens, admitted", "return map(float, tokens), (n for n in admitted)"),
+    ("03.2", "return tokens, admitted", "running.clear()\n    return tokens, admitted"),
+    (
+        "03.2",
+        "        if budget == 0:\n            break\n",
+        "        if not budget:\n            return tokens, admitted\n",
+    ),
+    ("03.3", "return admitted", "return tuple(admitted)"),
+    ("03.3", "return admitted", "return iter(admitted)"),
+    ("03.3", "return admitted", "return np.array(admitted)"),
+    ("03.3", "return admitted", "return set(admitted)"),
+    ("03.3", "return admitted", "return dict.fromkeys(admitted).keys()"),
+    ("03.3", "return admitted", "waiting.clear()\n    return admitted"),
+    ("03.4", "good >= share * len(pairs)", "good / len(pairs) >= share"),
+    ("03.4", "good >= share * len(pairs)", "len(pairs) - good <= (1 - share) * len(pairs)"),
+    ("03.4", "good >= share * len(pairs)", "bool(np.mean([True] * good + [False] * (len(pairs) - good)) >= share)"),
+    ("03.4", "    return low\n", "    return np.float64(low)\n"),
+    ("03.4", "    return low\n", "    return torch.tensor(low)\n"),
+    ("03.4", "        return 0.0\n", "        return 0\n"),
+    ("03.4", "(low + high) / 2", "low + (high - low) / 2"),
+    ("03.4", GOOD, "(first if first is not None else 1e9) <= ttft and (each or 0.0) <= tpot"),
+    ("03.5", "best and best[1]", "np.int64(best[1]) if best else None"),
+    ("03.5", "best and best[1]", "float(best[1]) if best else None"),
+    ("03.5", "in sorted(budgets)", "in sorted(budgets, reverse=True)", "sum(steps) < best[0]", "sum(steps) <= best[0]"),
+    ("03.5", "max(steps) <= longest_pause", "all(s <= longest_pause for s in steps)"),
+    ("03.5", "max(steps) <= longest_pause", "not np.any(np.array(steps) > longest_pause)"),
+    ("03.5", "piece < 1", "budget <= n_decodes"),
+    ("03.5", "    best = None\n", "    best = None\n    budgets.sort()\n"),
+    ("03.5", "sum(steps) < best[0]", "float(np.sum(steps)) < best[0]"),
+]
+
+
+@pytest.mark.parametrize("case", RIGHT_EDITS)
+def test_a_right_answer_in_another_dress_passes(case):
+    number, *edits = case
+    result = exercises.check(number, edited(number, *zip(edits[::2], edits[1::2], strict=True)))
+    assert result.state == "pass", result
 
 
 def test_the_buggy_admission_starves_a_large_request_and_nothing_else():
