@@ -345,6 +345,7 @@ class SlowMemory:
         self.most_held = max(self.most_held, sum(t.numel() for t in tensors))
 
 
+# %% tags=["algorithm"]
 def standard_attention(memory):
     """Three kernels; each reads its inputs once and writes its result once (counted in its favour)."""
     whole = slice(None)
