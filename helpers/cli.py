@@ -152,6 +152,8 @@ def doctor() -> None:
 def lab() -> None:
     """Open JupyterLab on the notebooks, on this machine only, its access token kept."""
     command = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={ROOT}"]
+    if os.geteuid() == 0:  # in a container; it listens on the loopback interface, and asks for its token
+        command.append("--allow-root")
     command += ["--LabApp.default_url=/lab/tree/notebooks"]
     raise typer.Exit(subprocess.run(command, cwd=ROOT).returncode)
 

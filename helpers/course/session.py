@@ -67,6 +67,8 @@ class Run:
             "profile": f"{self.profile.name} ({self._why})",
             "model": self.profile.model,
             "dtype": f"{self.dtype} ({self.dtype_reason})",
+            "sizes": f"contexts {', '.join(map(str, self.profile.contexts))}; {self.profile.max_tokens} output tokens; "
+            f"max_model_len {self.profile.max_model_len}",
             "machine": self.hardware.label,
             "seed": str(self.seed),
         }

@@ -127,8 +127,8 @@ run.predict(
 # a' = e^{m - m'} a + \sum_j e^{s_j - m'} V_j , $$
 #
 # and at the end $o = a / \ell$. The factor $e^{m - m'}$ is the **rescale**: whatever was summed under the old maximum
-# shrinks when a larger score turns up. The pair $(o, \; L = m + \log \ell)$ says everything about the tokens seen so
-# far. Two such pairs over disjoint tokens merge into one:
+# shrinks when a larger score turns up. The pair $(o, L)$, where $L = m + \log \ell$ is the **log-sum-exp** of the row's
+# scores, says everything about the tokens seen so far. Two such pairs over disjoint tokens merge into one:
 #
 # $$ L = \log(e^{L_a} + e^{L_b}), \qquad o = e^{L_a - L} o_a + e^{L_b - L} o_b . $$
 #
