@@ -74,7 +74,7 @@ pd.DataFrame({"context": contexts, "ms": [1e3 * t for t in seconds]}).round(1)
 # %% tags=["predict"]
 run.predict(
     kv_bytes_per_token=50_000,  # bytes that one token leaves in this model's cache, in this run's dtype
-    projected_tokens_ratio=30,  # tokens whose K and V are computed, without a cache over with one, in the first `max_tokens` steps
+    projected_tokens_ratio=30,  # tokens projected to K and V, without a cache over with one, in `max_tokens` steps
     step_ratio_at_longest_context=8,  # time of one step without a cache over with one, at the longest context
     tokens_that_outweigh_the_weights=100_000,  # cached tokens at which the cache is larger than the model
     bits_an_element_of_the_4_bit_cache=4.0,  # scales and zero points included
