@@ -187,7 +187,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
 
     monkeypatch.setattr("helpers.models.bundled_model", interrupted)
     assert cli.run_cli(["model"]) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "the same command starts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["report"], ["doctor"], ["lab"], ["build"], ["test"], ["bench"]])
