@@ -34,7 +34,7 @@ from rich.table import Table
 
 from helpers.engines.base import EngineInfo
 from helpers.engines.openai_client import OpenAIEngine
-from helpers.engines.processes import child_environment
+from helpers.engines.processes import child_environment, log_tail
 from helpers.engines.vllm_cli import answer_for_the_cpu_wheel
 from helpers.engines.vllm_server import VllmServer
 from helpers.errors import EngineError, MeasurementRefused, RecordError
@@ -212,8 +212,7 @@ class VllmBench:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last `lines` lines that the process printed."""
-        text = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return log_tail(self._folder / "log", lines)
 
     def run(self, workload: Workload, repeat: int) -> ToolRun:
         """One pass over the workload's token ids.

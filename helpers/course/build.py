@@ -299,11 +299,12 @@ def build(
         if not force and is_current(entry):
             say(f"{entry.name}: unchanged")
             continue
-        outcome = None if force or earlier is None else finished_run(entry.name, source_hash(entry), earlier)
+        digest = source_hash(entry)
+        outcome = None if force or earlier is None else finished_run(entry.name, digest, earlier)
         outcome = outcome or run_one(entry, Settings(profile="smoke"), out)
         executed = Path(outcome.notebook)
         keep_figures(entry.name, executed.parent / "figures", figures or folder.parent / "figures")
-        write_notebook(strip_machine(read_notebook(executed), read_source(entry), source_hash(entry)), entry.built)
+        write_notebook(strip_machine(read_notebook(executed), read_source(entry), digest), entry.built)
         say(f"{entry.name}: built in {outcome.seconds:.0f} s, peak {outcome.peak_bytes / 2**30:.2f} GiB")
         written.append(entry.built)
     return written

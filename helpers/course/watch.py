@@ -12,6 +12,7 @@ from nbformat import NotebookNode
 
 from helpers.course.build import first_line
 from helpers.course.records import CellRecord
+from helpers.engines.processes import still_running
 
 SAMPLE_S = 0.05
 
@@ -97,7 +98,7 @@ class Watch:
     def end_leftovers(self) -> None:
         """End processes that the notebook started and left running, and note it."""
         own = self._root.pid if self._root else -1
-        alive = [process for process in self.seen.values() if process.pid != own and _is_alive(process)]
+        alive = still_running([process for process in self.seen.values() if process.pid != own], timeout_s=0.0)
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
@@ -107,9 +108,3 @@ class Watch:
                 process.kill()
         if alive:
             self.notes.append(f"{len(alive)} processes left running by the notebook were ended")
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False

@@ -11,15 +11,14 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import jupytext
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from notebook_cells import answers, checked_functions
 
 from helpers import exercises
-from helpers.exercises import check, known
-from helpers.paths import SOURCES
+from helpers.exercises import check
 from helpers.trace import Chunk, StreamTrace
 
 NOTEBOOK = "00_six_ledgers"
@@ -240,45 +239,17 @@ def test_broken_twin_turns_red(
 
 
 # -- exercises ----------------------------------------------------------------------------------------------------------
-NAMES = {
-    "00.1": "metrics",
-    "00.2": "goodput",
-    "00.3": "tpot_fixed",
-    "00.4": "smallest_batch_at_ridge",
-    "00.5": "rank_swap",
-}
-
-
-def cells(tag: str) -> SimpleNamespace:
-    """The notebook's algorithm cells and those tagged `tag`, as one namespace."""
-    scope: dict[str, Any] = {}
-    for cell in jupytext.read(SOURCES / f"{NOTEBOOK}.py", fmt="py:percent").cells:
-        if {"algorithm", tag} & set(cell.metadata.get("tags", [])):
-            exec(cell.source, scope)
-    return SimpleNamespace(**scope)
+NAMES = checked_functions(NOTEBOOK)
 
 
 @pytest.fixture(scope="module")
 def solutions() -> SimpleNamespace:
-    return cells("solution")
+    return SimpleNamespace(**answers(NOTEBOOK, "solution"))
 
 
 @pytest.fixture(scope="module")
 def stubs() -> SimpleNamespace:
-    return cells("exercise")
-
-
-def test_every_exercise_is_named() -> None:
-    assert known("00") == sorted(NAMES)
-
-
-@pytest.mark.parametrize("exercise", NAMES)
-def test_solution_passes_and_stub_is_not_attempted(
-    exercise: str, solutions: SimpleNamespace, stubs: SimpleNamespace
-) -> None:
-    result = check(exercise, getattr(solutions, NAMES[exercise]))
-    assert result.state == "pass", result
-    assert check(exercise, getattr(stubs, NAMES[exercise])).state == "not attempted"
+    return SimpleNamespace(**answers(NOTEBOOK, "exercise"))
 
 
 def with_empty_chunks(sent: float, chunks: Chunks) -> dict[str, Any]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from types import SimpleNamespace
 
-import jupytext
+import notebook_cells
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from notebook_cells import checked_functions
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, Qwen2Config
 
 from helpers import exercises, models
 from helpers.kv_adapter import cache_bytes, new_cache
 from helpers.memory import run_limited, tensor_bytes
-from helpers.paths import SOURCES
 
 NAME = "01_kv_cache"
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=60, num_attention_heads=4)
@@ -303,37 +303,10 @@ def test_the_out_of_memory_boundary_is_where_the_formula_says():
 
 
 # -- exercises ----------------------------------------------------------------------------------------------------------
-@cache
-def answers(tag: str) -> dict:
-    """What the notebook's cells with this tag define, beside its algorithms."""
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
-    scope: dict = {}
-    for cell in cells:
-        tags = cell.metadata.get("tags", [])
-        if "algorithm" in tags or tag in tags or (tag == "solution" and "exercise" in tags):
-            exec(compile(cell.source, NAME, "exec"), scope)
-    return scope
+answers = partial(notebook_cells.answers, NAME)
 
 
-FUNCTIONS = {
-    "01.1": "my_kv_bytes",
-    "01.2": "cached_step",
-    "01.3": "mended_rope_step",
-    "01.4": "largest_batch",
-    "01.5": "choose_cache",
-}
-
-
-def test_every_exercise_is_known():
-    assert exercises.known("01") == sorted(FUNCTIONS)
-
-
-@pytest.mark.parametrize("number", FUNCTIONS)
-def test_solutions_pass_and_stubs_are_not_attempted(number):
-    result = exercises.check(number, answers("solution")[FUNCTIONS[number]])
-    assert result.state == "pass", result.message
-    assert exercises.check(number, answers("exercise")[FUNCTIONS[number]]).state == "not attempted"
-    assert exercises.check(number, lambda *_, **__: None).state == "not attempted"
+FUNCTIONS = checked_functions(NAME)
 
 
 def _all_heads(c, n, w):

@@ -6,10 +6,11 @@ import itertools
 import math
 import random
 import sys
-from functools import cache
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import jupytext
+import notebook_cells
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from notebook_cells import checked_functions
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from helpers import corpora, exercises, kv_adapter, models, paged_kv, plots
@@ -785,35 +787,10 @@ def test_a_trace_in_azures_format_is_read_and_another_file_is_refused(tmp_path):
 
 
 # -- exercises ----------------------------------------------------------------------------------------------------------------
-@cache
-def answers(tag: str) -> dict:
-    """What the notebook's cells with this tag define."""
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
-    scope: dict = {}
-    for cell in cells:
-        if tag in cell.metadata.get("tags", []):
-            exec(cell.source, scope)
-    return scope
+answers = partial(notebook_cells.answers, NAME)
 
 
-ANSWERS = {
-    "02.1": "slot_mapping",
-    "02.2": "sample_blocks_used",
-    "02.3": "mended_append",
-    "02.4": "reuse_prefix",
-    "02.5": "best_block_size",
-}
-
-
-def test_every_exercise_has_an_answer():
-    assert exercises.known("02") == sorted(ANSWERS)
-
-
-@pytest.mark.parametrize("number", ANSWERS)
-def test_a_solution_passes_and_a_stub_is_not_attempted(number):
-    assert exercises.check(number, answers("solution")[ANSWERS[number]]).state == "pass"
-    assert exercises.check(number, answers("exercise")[ANSWERS[number]]).state == "not attempted"
-    assert exercises.check(number, lambda *_, **__: None).state == "not attempted"
+ANSWERS = checked_functions(NAME)
 
 
 def _logical_blocks(tables, spans, size):

@@ -5,21 +5,22 @@ from __future__ import annotations
 import heapq
 import random
 import sys
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
-import jupytext
+import notebook_cells
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from notebook_cells import checked_functions, tagged
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers import exercises, kv_adapter, paged_kv
 from helpers.errors import EngineError
-from helpers.paths import ROOT, SOURCES
+from helpers.paths import ROOT
 from helpers.workload import Request, Workload
 
 NAME = "03_continuous_batching"
@@ -594,35 +595,10 @@ def test_a_model_says_the_same_under_every_rule(nb, policy):
 
 
 # -- exercises ---------------------------------------------------------------------------------------
-@cache
-def answers(tag: str) -> dict:
-    """What the notebook's cells with this tag define."""
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
-    scope: dict = {}
-    for cell in cells:
-        if tag in cell.metadata.get("tags", []):
-            exec(cell.source, scope)
-    return scope
+answers = partial(notebook_cells.answers, NAME)
 
 
-ANSWERS = {
-    "03.1": "steps_needed",
-    "03.2": "fill_step",
-    "03.3": "mended_admit",
-    "03.4": "highest_goodput_rate",
-    "03.5": "best_budget",
-}
-
-
-def test_every_exercise_has_an_answer():
-    assert exercises.known("03") == sorted(ANSWERS)
-
-
-@pytest.mark.parametrize("number", ANSWERS)
-def test_a_solution_passes_and_a_stub_is_not_attempted(number):
-    assert exercises.check(number, answers("solution")[ANSWERS[number]]).state == "pass"
-    assert exercises.check(number, answers("exercise")[ANSWERS[number]]).state == "not attempted"
-    assert exercises.check(number, lambda *_, **__: None).state == "not attempted"
+ANSWERS = checked_functions(NAME)
 
 
 def _a_lower_bound(outputs, n_rows):
@@ -860,9 +836,7 @@ def test_typical_wrong_answers_fail_with_the_property_named(number, answer, word
 
 @cache
 def solution_source(number: str) -> str:
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
-    solutions = (cell.source for cell in cells if "solution" in cell.metadata.get("tags", []))
-    (source,) = (source for source in solutions if f"def {ANSWERS[number]}(" in source)
+    (source,) = (source for source in tagged(NAME, "solution") if f"def {ANSWERS[number]}(" in source)
     return source + "\n"
 
 

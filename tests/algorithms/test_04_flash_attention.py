@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
 import os
-from functools import cache
+from functools import partial
 from types import SimpleNamespace
 
-import jupytext
+import notebook_cells
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from notebook_cells import checked_functions
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import exercises
 from helpers.paged_kv import BlockManager, PagedKVCache
-from helpers.paths import SOURCES
 
 NAME = "04_flash_attention"
 BOUNDS = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -525,45 +524,14 @@ def test_a_broken_twin_is_caught(load_algorithms, name):
 
 
 # -- exercises ----------------------------------------------------------------------------------------------------------
-@cache
-def answers(tag: str) -> dict:
-    """What the notebook's cells with this tag define, beside its algorithms."""
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
-    scope: dict = {"__name__": f"answers_{tag}"}
-    for cell in cells:
-        tags = cell.metadata.get("tags", [])
-        if "algorithm" in tags or tag in tags or (tag == "solution" and "exercise" in tags):
-            name = (
-                f"<{tag} {len(linecache.cache)} of {NAME}>"  # Triton reads a kernel's source where `inspect` finds it
-            )
-            linecache.cache[name] = (len(cell.source), None, cell.source.splitlines(keepends=True), name)
-            exec(compile(cell.source, name, "exec"), scope)
-    return scope
+answers = partial(notebook_cells.answers, NAME)
 
 
-FUNCTIONS = {
-    "04.1": "merge_mixed",
-    "04.2": "mended_masked_attention",
-    "04.3": "causal_words",
-    "04.4": "flash_backward",
-    "04.5": "best_splits",
-}
+FUNCTIONS = checked_functions(NAME)
 
 
 def right(number):
     return answers("solution")[FUNCTIONS[number]]
-
-
-def test_every_exercise_is_known():
-    assert exercises.known("04") == sorted(FUNCTIONS)
-
-
-@pytest.mark.parametrize("number", FUNCTIONS)
-def test_solutions_pass_and_stubs_are_not_attempted(number):
-    result = exercises.check(number, right(number))
-    assert result.state == "pass", result.message
-    assert exercises.check(number, answers("exercise")[FUNCTIONS[number]]).state == "not attempted"
-    assert exercises.check(number, lambda *_, **__: None).state == "not attempted"
 
 
 def _both_natural(out_a, lse_a, out_b, lse_b):
