@@ -168,6 +168,9 @@ def _execute(
     except (PapermillExecutionError, DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError, OSError) as error:
         saved = _save_partial(watch, target)
         raise _explain(entry.name, error, watch, saved, timeout_s) from error
+    else:
+        # All cells ran. A kernel may still complain of the interrupt that Jupyter sends it before its end.
+        kernel_log.unlink(missing_ok=True)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         with contextlib.suppress(OSError):
