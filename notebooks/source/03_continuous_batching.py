@@ -64,7 +64,7 @@ def prompt_of(index, length):
     return tuple(text[start : start + length])
 
 
-N_SLOTS, SHORT, LONG = 8, 2, 7 * run.profile.max_tokens // 16
+N_SLOTS, SHORT, LONG = 8, 2, 5 * run.profile.max_tokens // 16
 wanted = [LONG] + [SHORT] * (N_SLOTS - 1)
 batch = torch.tensor([prompt_of(i, 16) for i in range(N_SLOTS)], device=device)
 rectangle = model.generate(batch, max_new_tokens=LONG, min_new_tokens=LONG, do_sample=False, pad_token_id=0)[:, 16:]
@@ -466,12 +466,12 @@ def run_ours(workload, policy, n_slots=None, *, prefix_caching=False, **limits):
 
 # %%
 CHUNK = 128 if device == "cpu" else 512
-tokens_in = [block_size - 1, 2 * block_size - 1, block_size - 1, block_size - 2]
+tokens_in = [2 * block_size - 1, block_size - 1, block_size - 3, block_size - 4]
 mixed = Workload(
     name="a few of everything",
     kind="open",
     requests=tuple(
-        Request(request_id=f"r{i}", prompt_ids=prompt_of(i, n), max_tokens=5) for i, n in enumerate(tokens_in)
+        Request(request_id=f"r{i}", prompt_ids=prompt_of(i, n), max_tokens=3) for i, n in enumerate(tokens_in)
     ),
 )
 one_by_one, _ = run_ours(mixed, "orca", max_num_seqs=1)
@@ -503,7 +503,7 @@ uneven = Workload(
     name="mostly short answers",
     kind="open",
     requests=tuple(
-        Request(request_id=f"u{i}", prompt_ids=prompt_of(i, 8), max_tokens=LONG if i % N_SLOTS == 0 else SHORT)
+        Request(request_id=f"u{i}", prompt_ids=prompt_of(i, 4), max_tokens=LONG if i % N_SLOTS == 0 else SHORT)
         for i in range(N_BATCHES * N_SLOTS)
     ),
 )
@@ -589,7 +589,7 @@ Markdown(
 # Four users are reading along, a token at a time. A fifth sends a document. What do the four see?
 
 # %%
-N_READERS, READ, DOCUMENT = 4, run.profile.max_tokens // 2, 7 * max_len // 8
+N_READERS, READ, DOCUMENT = 4, 5 * run.profile.max_tokens // 16, 13 * max_len // 16
 
 
 def decode_step(record):
@@ -868,7 +868,7 @@ def chats(n, seed):
     """A few short conversations, one by one."""
     rng = np.random.default_rng(seed)
     times = gamma_arrivals(n, 1 / (3 * step), 1.0, rng)
-    lengths = rng.integers(max_len // 50, max_len // 8, n), rng.integers(4, 10, n)
+    lengths = rng.integers(max_len // 50, max_len // 8, n), rng.integers(4, 8, n)
     return replay("chats", [(t, int(p), int(o)) for t, p, o in zip(times, *lengths, strict=True)], prompt_of)
 
 
@@ -909,7 +909,7 @@ JUDGE = [rows_of(16, 0.45), rows_of(6, 0.85), rows_of(3, 0.6, (0.6, 48)), rows_o
 JUDGE += [rows_of(9, 0.2, (0, 3 * max_len // 8)), rows_of(12, 0.3)]
 
 # %%
-crowd = replay("crowd", [(0.0, 8 + i, 3 + i // 2) for i in range(ROWS)], prompt_of)
+crowd = replay("crowd", [(0.0, 8 + i, 3 + i // 4) for i in range(ROWS)], prompt_of)
 plan = [("fit", chats(3, 1), "orca"), ("judge", chats(3, 4), "chunked")]
 plan += [("fit", documents(2, 1, 0.8), "chunked"), ("judge", documents(2, 2), "chunked"), ("fit", crowd, "orca")]
 timed = [(use, load.name, policy, *run_ours(load, policy, **RULES[policy])) for use, load, policy in plan]
@@ -997,7 +997,7 @@ from helpers.stats import operator_seconds
 
 (profiled, profiled_steps), operators = operator_seconds(lambda: run_ours(uneven, "orca"))
 profile_of = {"ours": {"steps": len(profiled_steps), "seconds": profiled.makespan, "operators": operators}}
-model, ride = model.to("meta"), None
+model, ride, tokenizer = model.to("meta"), None, None
 release_free_memory()
 
 # %%
@@ -1008,7 +1008,7 @@ def server_with(budget):
     """`vllm serve` with this token budget; it starts when its ``with`` block begins."""
     longest = DOCUMENT + 2 * block_size
     limits = dict(max_num_seqs=N_SLOTS, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    n_blocks = 1 + -(-longest // block_size) + N_READERS * -(-(16 + READ) // block_size) + N_SLOTS  # one stays blank
+    n_blocks = 1 + -(-longest // block_size) + N_READERS * (1 + -(-(16 + READ) // block_size))  # one stays blank
     sizes = dict(max_model_len=longest, block_size=block_size, num_gpu_blocks_override=n_blocks)
     return VllmServer(models.locate(run.profile.model), dtype=dtype, **limits, **sizes)
 
@@ -1228,17 +1228,17 @@ capacity.round(3)
 #
 # ### `vllm serve`
 #
-# It has started meanwhile, with the token budget of the simulated loads. It gets a few requests of each class, an eighth as
+# It has started meanwhile, with the token budget of the simulated loads. It gets two requests of each class, an eighth as
 # long (shorter than the budget, so only the document is cut), then the document among readers. (On a GPU more servers
 # follow, one for each budget; here a start takes as long as all of this.)
 
 # %%
-small = {name: made(name, n_requests=3, max_model_len=max_len // 8, rate=4.0) for name in classes}
+small = {name: made(name, n_requests=2, max_model_len=max_len // 8, rate=4.0) for name in classes}
 served = {}
 
 
 def ask(server, budget):
-    """A few requests of each class; then, when this server's decode step is known, the document among readers."""
+    """Two requests of each class; then, when this server's decode step is known, the document among readers."""
     with server.engine(extra_body={"return_token_ids": True}) as engine:
         for name, load in small.items():
             served[budget, name] = engine.run(load, warmup=int(name == classes[0]))
@@ -1278,7 +1278,7 @@ common = Workload(
     name="a common system prompt",
     requests=tuple(
         Request(request_id=f"turn {i}", prompt_ids=prompt_of(0, max_len // 4) + prompt_of(i + 1, 16), max_tokens=2)
-        for i in range(4)
+        for i in range(3)
     ),
     cache="any",
     shared_prefix_tokens=max_len // 4,
