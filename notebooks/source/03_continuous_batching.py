@@ -589,7 +589,7 @@ Markdown(
 # Four users are reading along, a token at a time. A fifth sends a document. What do the four see?
 
 # %%
-N_READERS, READ, DOCUMENT = 4, 5 * run.profile.max_tokens // 16, 13 * max_len // 16
+N_READERS, READ, DOCUMENT = 4, run.profile.max_tokens // 4, 3 * max_len // 4
 
 
 def decode_step(record):
@@ -868,7 +868,7 @@ def chats(n, seed):
     """A few short conversations, one by one."""
     rng = np.random.default_rng(seed)
     times = gamma_arrivals(n, 1 / (3 * step), 1.0, rng)
-    lengths = rng.integers(max_len // 50, max_len // 8, n), rng.integers(4, 8, n)
+    lengths = rng.integers(max_len // 50, max_len // 8, n), rng.integers(4, 10, n)
     return replay("chats", [(t, int(p), int(o)) for t, p, o in zip(times, *lengths, strict=True)], prompt_of)
 
 
@@ -909,7 +909,7 @@ JUDGE = [rows_of(16, 0.45), rows_of(6, 0.85), rows_of(3, 0.6, (0.6, 48)), rows_o
 JUDGE += [rows_of(9, 0.2, (0, 3 * max_len // 8)), rows_of(12, 0.3)]
 
 # %%
-crowd = replay("crowd", [(0.0, 8 + i, 3 + i // 4) for i in range(ROWS)], prompt_of)
+crowd = replay("crowd", [(0.0, 8 + i, 3 + i // 2) for i in range(ROWS)], prompt_of)
 plan = [("fit", chats(3, 1), "orca"), ("judge", chats(3, 4), "chunked")]
 plan += [("fit", documents(2, 1, 0.8), "chunked"), ("judge", documents(2, 2), "chunked"), ("fit", crowd, "orca")]
 timed = [(use, load.name, policy, *run_ours(load, policy, **RULES[policy])) for use, load, policy in plan]
@@ -1277,11 +1277,11 @@ seen, swept, cached = [], {}, {}
 common = Workload(
     name="a common system prompt",
     requests=tuple(
-        Request(request_id=f"turn {i}", prompt_ids=prompt_of(0, max_len // 4) + prompt_of(i + 1, 16), max_tokens=2)
+        Request(request_id=f"turn {i}", prompt_ids=prompt_of(0, 3 * max_len // 16) + prompt_of(i + 1, 16), max_tokens=2)
         for i in range(3)
     ),
     cache="any",
-    shared_prefix_tokens=max_len // 4,
+    shared_prefix_tokens=3 * max_len // 16,
 )
 
 
