@@ -553,7 +553,7 @@ from helpers.engines.vllm_engine import VllmEngine
 
 vocab_size = model.config.vocab_size
 text = corpora.prose_ids(tokenizer, "evaluation", 20_000).tolist()
-size = run.profile.max_model_len // 4
+size = run.profile.max_model_len // 6
 n_requests = run.profile.n_requests // 3
 chat = workload.make_workload(
     "short-short",

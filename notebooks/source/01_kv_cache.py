@@ -806,7 +806,7 @@ edges
 # tie.
 
 # %%
-N_CONTEXT, N_STEPS, N_GREEDY = contexts[2] - 64, 14, 8
+N_CONTEXT, N_STEPS, N_GREEDY = contexts[1], 14, 8
 prose = text[: N_CONTEXT + N_STEPS]
 protocol = f"Persuasion, {N_CONTEXT} tokens of context, then {N_STEPS} tokens one by one"
 KINDS = {

@@ -64,7 +64,7 @@ def prompt_of(index, length):
     return tuple(text[start : start + length])
 
 
-N_SLOTS, SHORT, LONG = 8, 2, 5 * run.profile.max_tokens // 16
+N_SLOTS, SHORT, LONG = 8, 2, 3 * run.profile.max_tokens // 8
 wanted = [LONG] + [SHORT] * (N_SLOTS - 1)
 batch = torch.tensor([prompt_of(i, 16) for i in range(N_SLOTS)], device=device)
 rectangle = model.generate(batch, max_new_tokens=LONG, min_new_tokens=LONG, do_sample=False, pad_token_id=0)[:, 16:]
