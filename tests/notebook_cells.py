@@ -8,16 +8,14 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import jupytext
-
-from helpers.paths import SOURCES
+from helpers.course.build import find, read_source, tags
 
 
 @cache
-def tagged(notebook: str, *tags: str) -> tuple[str, ...]:
-    """The source of each cell of a notebook that bears one of `tags`, in order."""
-    cells = jupytext.read(SOURCES / f"{notebook}.py", fmt="py:percent").cells
-    return tuple(cell.source for cell in cells if set(tags) & set(cell.metadata.get("tags", [])))
+def tagged(notebook: str, *wanted: str) -> tuple[str, ...]:
+    """The source of each cell of a notebook that bears one of the tags `wanted`, in order."""
+    (entry,) = find([notebook])
+    return tuple(cell.source for cell in read_source(entry).cells if set(wanted) & set(tags(cell)))
 
 
 def define(notebook: str, sources: Iterable[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
-import jupytext
 import notebook_cells
 import numpy as np
 import pandas as pd
@@ -22,10 +21,11 @@ from notebook_cells import checked_functions
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from helpers import corpora, exercises, kv_adapter, models, paged_kv, plots
+from helpers.course.build import find, read_source
 from helpers.engines import transformers_engine
 from helpers.errors import DataError, EngineError, ModelError
 from helpers.memory import committed_bytes
-from helpers.paths import ROOT, SOURCES
+from helpers.paths import ROOT
 from helpers.profile import PROFILES
 from helpers.workload import Request, Workload
 
@@ -737,7 +737,7 @@ def test_the_waste_figure_names_every_line_and_no_two_names_touch():
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
 def test_the_load_and_the_edge_can_be_built_and_the_edge_preempts_by_formula(profile):
     """Both are built without a model: no prompt is empty, cut or sent twice, and only the edge's last request is too many."""
-    cells = jupytext.read(SOURCES / f"{NAME}.py", fmt="py:percent").cells
+    cells = read_source(find([NAME])[0]).cells
     scope = {
         "run": SimpleNamespace(profile=profile),
         "conversation": corpora.serving_lengths("azure-conversation-2023"),
