@@ -71,7 +71,7 @@ def settings_of(profile: str, seed: int, assignments: list[str], timeout_s: floa
 
     Raises
     ------
-    UnknownNameError : an assignment is malformed, SEED is no integer, or OUT is assigned (``--out`` names the folder).
+    UnknownNameError : an assignment is malformed, SEED cannot seed, or OUT is assigned (``--out`` names the folder).
     """
     from helpers.course.parameters import parse_assignments
     from helpers.course.runner import Settings
@@ -80,8 +80,8 @@ def settings_of(profile: str, seed: int, assignments: list[str], timeout_s: floa
     if "OUT" in asked:
         raise UnknownNameError("OUT is set by the runner for each notebook.", "Name the folder of all: --out DIR")
     seed = asked.pop("SEED", seed)
-    if type(seed) is not int:
-        raise UnknownNameError(f"SEED={seed!r} is not an integer.", "For example: -p SEED=3")
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise UnknownNameError(f"SEED={seed!r} is not an integer from 0 to 2**32 - 1.", "For example: -p SEED=3")
     profile = str(asked.pop("PROFILE", profile))
     return Settings(profile=profile, seed=seed, parameters=asked, timeout_s=timeout_s)
 

@@ -38,6 +38,8 @@ from helpers.paths import BUILD, NOTEBOOKS
 
 RUN = BUILD / "run"
 START_TIMEOUT_S = 120
+KERNEL_LOG = "kernel.log"
+"""What a kernel said outside its cells; kept where the run failed."""
 NEEDED_BYTES = 16 * 2**20
 """Room that an output folder must have before a notebook starts."""
 GIB = 2**30
@@ -98,14 +100,16 @@ def run_one(
     check_parameters(entry.name, notebook, list(settings.parameters))
     folder = out.resolve() / entry.name
     check_out_folder(folder)
-    for stale in (folder / RESULTS, folder / RECORD, folder / f"{entry.name}.ipynb", folder / "kernel.log"):
+    for stale in (folder / RESULTS, folder / RECORD, folder / f"{entry.name}.ipynb", folder / KERNEL_LOG):
         stale.unlink(missing_ok=True)
     shutil.rmtree(folder / "figures", ignore_errors=True)
     parameters = {"PROFILE": profile.name, "SEED": settings.seed, "OUT": str(folder), **settings.parameters}
     watch = Watch(on_cell)
     outcome = Outcome(
         name=entry.name,
-        status="done",
+        status="failed",
+        error="it did not end",
+        exit_code=1,
         profile=profile.name,
         seed=settings.seed,
         parameters=parameters,
@@ -117,6 +121,7 @@ def run_one(
         timeout_s = settings.timeout_s or max(600, 2 * profile.seconds_for(entry.name))
         _execute(entry, notebook, parameters, folder, watch, profile.name, timeout_s)
         check_results(entry.name, folder / RESULTS, parameters)
+        outcome.status, outcome.error, outcome.exit_code = "done", None, 0
     except CourseError as error:
         outcome.status, outcome.error, outcome.exit_code = "failed", str(error), error.exit_code
         raise
@@ -124,6 +129,10 @@ def run_one(
         outcome.status, outcome.error, outcome.exit_code = "not run", "interrupted", 130
         raise
     finally:
+        # A kernel may complain of the interrupt that Jupyter sends it before its end: after a good run that is nothing.
+        with contextlib.suppress(OSError):
+            if outcome.status == "done" or not (folder / KERNEL_LOG).stat().st_size:
+                (folder / KERNEL_LOG).unlink()
         outcome.seconds = round(time.perf_counter() - start, 3)
         outcome.peak_bytes, outcome.cells, outcome.notes = watch.peak_bytes, watch.cells, watch.notes
         # Where the disk is full the reason is already on its way up; the record must not replace it.
@@ -145,7 +154,7 @@ def _execute(
     import papermill
 
     target = folder / f"{entry.name}.ipynb"
-    kernel_log = folder / "kernel.log"
+    kernel_log = folder / KERNEL_LOG
     sockets = Path(tempfile.mkdtemp(prefix="papers-"))
     try:
         with _quiet_papermill():
@@ -165,17 +174,11 @@ def _execute(
                 sockets=sockets,
                 kernel_log=kernel_log,
             )
-    except (PapermillExecutionError, DeadKernelError, CellTimeoutError, RuntimeError, TimeoutError, OSError) as error:
+    except Exception as error:
         saved = _save_partial(watch, target)
-        raise _explain(entry.name, error, watch, saved, timeout_s) from error
-    else:
-        # All cells ran. A kernel may still complain of the interrupt that Jupyter sends it before its end.
-        kernel_log.unlink(missing_ok=True)
+        raise _explain(entry.name, error, watch, saved, timeout_s, kernel_log) from error
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if not kernel_log.stat().st_size:
-                kernel_log.unlink()
 
 
 @contextlib.contextmanager
@@ -201,9 +204,13 @@ def _save_partial(watch: Watch, target: Path) -> Path | None:
     return None
 
 
-def _explain(name: str, error: BaseException, watch: Watch, saved: Path | None, timeout_s: float) -> CourseError:
+def _explain(
+    name: str, error: BaseException, watch: Watch, saved: Path | None, timeout_s: float, kernel_log: Path
+) -> CourseError:
     """One sentence for a failed execution."""
     kept = f"The notebook as far as it came is {saved}." if saved else ""
+    spoke = kernel_log.is_file() and kernel_log.stat().st_size
+    said = f" What the kernel said: {kernel_log}." if spoke else ""
     where = "{}, cell {} ({!r})".format(name, *watch.current) if watch.current else name
     if isinstance(error, PapermillExecutionError):
         return _explain_cell(where, error, kept)
@@ -212,10 +219,10 @@ def _explain(name: str, error: BaseException, watch: Watch, saved: Path | None, 
             f"{name}: the executed notebook cannot be written: {error.strerror or error}.",
             f"Free some space, or name another folder: --out DIR. {kept}",
         )
-    if watch.current is None:
+    if watch.current is None and isinstance(error, (RuntimeError, TimeoutError)):
         return NotebookError(
             f"{name}: the kernel did not start, twice: {str(error).strip() or type(error).__name__}.",
-            f"Try: {Path(sys.executable).name} -m ipykernel_launcher --version; python3 -m helpers doctor",
+            f"Try: {Path(sys.executable).name} -m ipykernel_launcher --version; python3 -m helpers doctor.{said}",
         )
     if isinstance(error, (CellTimeoutError, TimeoutError)):
         return NotebookError(f"{where} ran longer than {timeout_s:g} s.", f"Allow more: --timeout S. {kept}")
@@ -223,7 +230,7 @@ def _explain(name: str, error: BaseException, watch: Watch, saved: Path | None, 
         peak, limit = watch.peak_bytes / GIB, memory_limit_bytes() / GIB
         return NotebookError(
             f"{where}: the kernel died. Its processes held {peak:.2f} GiB at most; this machine has {limit:.1f} GiB.",
-            f"Often: out of memory. Close other programs, or take a smaller profile. {kept}",
+            f"Often: out of memory. Close other programs, or take a smaller profile. {kept}{said}",
         )
     return NotebookError(f"{where}: {type(error).__name__}: {error}", kept)
 

@@ -123,6 +123,8 @@ def course(folder, add, monkeypatch, tmp_path):
         (["01", "-p", "SEEED=1", "--profile", "smoke"], 2, ["no parameter 'SEEED'", "Did you mean 'SEED'?"]),
         (["01", "-p", "SEED", "--profile", "smoke"], 2, ["NAME=VALUE"]),
         (["01", "-p", "SEED=abc", "--profile", "smoke"], 2, ["SEED='abc' is not an integer"]),
+        (["01", "-p", "SEED=-1", "--profile", "smoke"], 2, ["SEED=-1 is not an integer from 0"]),
+        (["01", f"--seed={2**32}", "--profile", "smoke"], 2, ["SEED=4294967296 is not an integer from 0"]),
         (["01", "-p", "OUT=here", "--profile", "smoke"], 2, ["--out DIR"]),
         (["--no-such-option"], 2, ["No such option"]),
     ],

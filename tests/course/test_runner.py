@@ -15,6 +15,7 @@ import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 from rich.console import Console
 
 from helpers import hardware, profile
@@ -169,6 +170,36 @@ def test_a_kernel_that_never_starts_is_an_error_after_two_attempts(folder, add, 
     with pytest.raises(NotebookError, match="kernel did not start, twice"):
         run_one(folder, tmp_path / "out")
     assert len(starts) == 2
+
+
+def test_what_a_dead_kernel_said_is_kept_and_named(folder, add, tmp_path, monkeypatch):
+    add("01_dies")
+
+    def execute(*_, watch, kernel_log, **__):
+        watch.current = 2, "work()"
+        kernel_log.write_text("terminate called\n")
+        raise DeadKernelError("Kernel died")
+
+    monkeypatch.setattr("papermill.execute_notebook", execute)
+    with pytest.raises(NotebookError, match="the kernel died") as death:
+        run_one(folder, tmp_path / "out")
+    log = tmp_path / "out" / "01_dies" / "kernel.log"
+    assert log.read_text() == "terminate called\n"
+    assert str(log) in str(death.value)
+
+
+def test_a_failure_that_nobody_foresaw_is_a_failed_notebook_and_the_others_run(folder, add, tmp_path, monkeypatch):
+    add("01_odd")
+    add("02_odd")
+
+    def execute(*_, **__):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("papermill.execute_notebook", execute)
+    manifest = runner.run([], SMOKE, folder=folder, out=tmp_path / "out", console=quiet())
+    assert [outcome.status for outcome in manifest.outcomes.values()] == ["failed", "failed"]
+    assert "01_odd: ValueError: no such thing" in manifest.outcomes["01_odd"].error
+    assert record(tmp_path / "out", "01_odd")["status"] == "failed"
 
 
 def test_a_raising_cell_is_not_retried(folder, add, tmp_path):
