@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all. Standard library only."""
+"""Files that appear whole or not at all, and their sums. Standard library only."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -36,3 +37,12 @@ def write_text(path: Path, text: str) -> None:
             f"{path} cannot be written: {error.strerror or error}.",
             "Free some space there, or name another folder (OUT in a notebook, --out on the command line).",
         ) from error
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -88,7 +88,9 @@ def n_cached_tokens(cache: Any) -> int:
 
 def truncate(cache: Any, n_tokens: int) -> None:
     """Forget all but the first `n_tokens` tokens, in place (speculative decoding's rollback)."""
-    cache.crop(n_tokens)
+    excess = n_cached_tokens(cache) - n_tokens
+    if excess > 0:
+        cache.crop(-excess)
 
 
 def cache_bytes(cache: Any) -> int:

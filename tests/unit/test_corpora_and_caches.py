@@ -12,7 +12,8 @@ from helpers.paths import DATA
 
 
 def test_every_data_file_is_registered_and_described():
-    names = {path.name for path in DATA.iterdir()} - {"README.md", "registry.txt"}
+    files = {path.relative_to(DATA).as_posix() for path in DATA.rglob("*") if path.is_file()}
+    names = files - {"README.md", "registry.txt"}
     assert names == set(corpora.registry())
     readme = (DATA / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in names)

@@ -196,7 +196,7 @@ def remake(cache: Path, source: Path, calls: list[Path]):
 
     def convert(gguf: Path, target: Path) -> None:
         calls.append(gguf)
-        shutil.copytree(source, target, copy_function=os.link)
+        shutil.copytree(source, target, copy_function=os.link, ignore=shutil.ignore_patterns("SHA256.json"))
 
     return convert
 
