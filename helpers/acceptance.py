@@ -107,7 +107,15 @@ class Acceptance(BaseModel):
         n_drafts, drafted, accepted = (round(plain[name]) for name in wanted)
         pattern = re.compile(re.escape(prefix) + r'accepted_tokens_per_pos(?:_total)?\{position="?(\d+)"?\}')
         found = {int(m.group(1)): round(v) for name, v in counters.items() if (m := pattern.fullmatch(name))}
+        if not found and accepted:
+            raise MeasurementRefused(
+                f"There is no counter {prefix}accepted_tokens_per_pos.", "Give all of vLLM's counters, by position too."
+            )
         per_position = tuple(found.get(i, 0) for i in range(max(found, default=-1) + 1))
+        exact = drafted == n_drafts * len(per_position)
+        usual = drafted // n_drafts if n_drafts else 0
+        if usual * n_drafts == drafted and not any(per_position[usual:]):
+            per_position = per_position[:usual]  # the engine may draft more than it did: nobody got to those positions
         return cls(
             steps=n_drafts if emitted is None else max(n_drafts, emitted - accepted),
             drafted=drafted,
@@ -115,7 +123,7 @@ class Acceptance(BaseModel):
             emitted=accepted + n_drafts if emitted is None else emitted,
             attempts_per_position=(n_drafts, *per_position)[: len(per_position)],
             accepted_per_position=per_position,
-            exact=drafted == n_drafts * len(per_position),
+            exact=exact,
         )
 
     def __add__(self, other: Acceptance) -> Acceptance:

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -305,7 +306,7 @@ def panels(
 ) -> Figure:
     """Panels side by side over one x axis: `ys` maps a column to its panel's y label; one line for each value of `hue`."""
     figure, all_axes = plt.subplots(1, len(ys), figsize=(WIDTH, 3.4), squeeze=False)
-    figure.subplots_adjust(top=0.8, wspace=0.3)
+    figure.subplots_adjust(top=0.8, wspace=0.3 if len(ys) < 3 else 0.45)
     for axes, (column, label) in zip(all_axes[0], ys.items(), strict=True):
         for index, (name, part) in enumerate(frame.groupby(hue, sort=False)):
             axes.plot(part[x], part[column], "o-", color=PALETTE[index % len(PALETTE)], label=str(name), markersize=4)
@@ -376,3 +377,118 @@ def predictions(frame: pd.DataFrame, *, title: str) -> Figure:
     axes.invert_yaxis()
     axes.set(title=title, xlabel="predicted / measured", ylabel="")
     return figure
+
+
+def heatmaps(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    value: str,
+    column: str,
+    row: str,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    label: str,
+    limit: float | None = None,
+    points: pd.DataFrame | None = None,
+) -> Figure:
+    """A grid of heat maps with the value in each cell: one panel for each pair of values of `column` and `row`.
+
+    With `limit`, colours part there (red below, blue above), cells below it are hatched, and a line runs along their border.
+    `points`, with the columns `x`, `y`, `column`, `row` and ``measured``, writes what was measured under a cell's value, in
+    brackets. `label` names the value beside the colour bar.
+    """
+    values = {key: list(dict.fromkeys(frame[key])) for key in (x, y, column, row)}
+    n_rows, n_columns = len(values[row]), len(values[column])
+    height = 1.3 + n_rows * (0.35 + 0.27 * len(values[y]))
+    width = max(WIDTH, 1.2 + n_columns * (0.3 + 0.4 * len(values[x])))
+    figure, all_axes = plt.subplots(
+        n_rows, n_columns, figsize=(width, height), squeeze=False, sharex=True, sharey=True, layout="constrained"
+    )
+    numbers = frame[value].to_numpy(dtype=float)
+    low, high = float(numbers.min()), float(numbers.max())
+    norm: mpl.colors.Normalize = mpl.colors.Normalize(low, high)
+    if limit is not None:
+        reach = max(high / limit, limit / low)
+        norm = mpl.colors.LogNorm(limit / reach, limit * reach)
+    colours = mpl.colormaps["RdBu" if limit is not None else "Blues"]
+    for (at_row, at_column), axes in zip(
+        ((r, c) for r in values[row] for c in values[column]), all_axes.flat, strict=True
+    ):
+        panel = frame[(frame[row] == at_row) & (frame[column] == at_column)]
+        grid = panel.pivot(index=y, columns=x, values=value).loc[values[y], values[x]].to_numpy(dtype=float)
+        measured = {}
+        if points is not None:
+            chosen = points[(points[row] == at_row) & (points[column] == at_column)]
+            measured = {
+                (values[x].index(a), values[y].index(b)): m for a, b, m in chosen[[x, y, "measured"]].to_numpy()
+            }
+        _heatmap(axes, grid, colours, norm, limit, measured)
+        axes.set_xticks(range(len(values[x])), values[x])
+        axes.set_yticks(range(len(values[y])), values[y])
+        if at_row == values[row][0]:
+            axes.set_title(str(at_column), fontsize=9)
+        if at_column == values[column][-1]:
+            axes.annotate(
+                str(at_row),
+                (1.03, 0.5),
+                xycoords="axes fraction",
+                rotation=270,
+                va="center",
+                fontsize=9,
+                fontweight="bold",
+            )
+    figure.supxlabel(xlabel, fontsize=9)
+    figure.supylabel(ylabel, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
+    bar = figure.colorbar(mpl.cm.ScalarMappable(norm, colours), ax=all_axes, shrink=0.6, aspect=30, pad=0.05)
+    bar.set_label(label, fontsize=8)
+    if limit is not None:
+        ticks = [t for t in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if norm.vmin <= t <= norm.vmax]  # type: ignore[operator]
+        bar.set_ticks(ticks, labels=[f"{t:g}" for t in ticks])
+        bar.minorticks_off()
+    return figure
+
+
+def _heatmap(
+    axes: Axes,
+    grid: Any,
+    colours: mpl.colors.Colormap,
+    norm: mpl.colors.Normalize,
+    limit: float | None,
+    measured: Mapping[tuple[int, int], float],
+) -> None:
+    """One panel of `heatmaps`; `grid` has shape ``[y, x]``, `measured` goes by (x, y)."""
+    axes.imshow(grid, cmap=colours, norm=norm, aspect="auto")
+    axes.grid(visible=False)
+    n_y, n_x = grid.shape
+    below, border = [], []
+    for j, i in np.ndindex(n_y, n_x):
+        number = float(grid[j, i])
+        ink = "white" if sum(colours(norm(number))[:3]) < 1.5 else "0.15"
+        text = f"{number:.0f}" if number >= 10 else f"{number:.2f}"
+        known = measured.get((i, j))
+        axes.text(
+            i, j - (0.18 if known else 0), text, ha="center", va="center", fontsize=6.5, color=ink, family="DejaVu Sans"
+        )
+        if known:
+            text = f"({known:.2f})"
+            axes.text(i, j + 0.24, text, ha="center", va="center", fontsize=5.5, color=ink, fontweight="bold")
+        if limit is None or number >= limit:
+            continue
+        left, right, top, bottom = i - 0.5, i + 0.5, j - 0.5, j + 0.5
+        below.append([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)])
+        for other_j, other_i, line in (
+            (j, i - 1, [(left, top), (left, bottom)]),
+            (j, i + 1, [(right, top), (right, bottom)]),
+            (j - 1, i, [(left, top), (right, top)]),
+            (j + 1, i, [(left, bottom), (right, bottom)]),
+        ):
+            if 0 <= other_j < n_y and 0 <= other_i < n_x and grid[other_j, other_i] >= limit:
+                border.append(line)
+    if below:  # one path for all cells keeps the file small
+        path = mpl.path.Path.make_compound_path(*(mpl.path.Path(corners, closed=True) for corners in below))
+        axes.add_patch(mpl.patches.PathPatch(path, fill=False, hatch="///", edgecolor="0.78", linewidth=0))
+    axes.add_collection(mpl.collections.LineCollection(border, colors="black", linewidths=1.6))

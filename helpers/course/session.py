@@ -234,7 +234,7 @@ def start(notebook: str, profile: str = "auto", seed: int = 0, out: str | None =
     torch.manual_seed(seed)
     torch.set_grad_enabled(False)
     plots.use_style()
-    pd.set_option("display.max_colwidth", 120)
+    pd.set_option("display.max_colwidth", 300)
     if "IPython" in sys.modules:
         from IPython import get_ipython
 

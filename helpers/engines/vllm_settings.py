@@ -36,9 +36,11 @@ def vllm_environment(device: str, *, kv_gib: int = 1, threads: int | None = None
         # Threads that spin while they wait take the cores from the threads they wait for.
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
-        # Freed memory goes back to the system instead of waiting in one pool for each thread.
+        # Freed memory goes back to the system instead of waiting in one pool for each thread. But not the memory of each tensor:
+        # it would be mapped anew for the next one, and such page faults can take a third of a prefill's time.
         "MALLOC_ARENA_MAX": "2",
-        "MALLOC_TRIM_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
         # The scheduler's process also runs the model. Were that a process of its own, the scheduler would await each step by
         # spinning on a core, and whatever a client does would take time from the model.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

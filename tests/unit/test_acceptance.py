@@ -135,3 +135,18 @@ def test_counts_that_contradict_each_other_are_refused(change, value):
 def test_the_bonus_token_is_not_an_accepted_one():
     with pytest.raises(MeasurementRefused, match="own token"):
         Acceptance.from_rounds(rounds((2, 3)))
+
+
+def test_positions_that_shortened_drafts_never_had_do_not_lower_alpha():
+    prefix = "vllm:spec_decode_num_"
+    counters = {f"{prefix}drafts": 10, f"{prefix}draft_tokens": 20, f"{prefix}accepted_tokens": 10}
+    counters |= {f"{prefix}accepted_tokens_per_pos{{position={i}}}": n for i, n in enumerate((6, 4, 0, 0))}
+    seen = Acceptance.from_counters(counters)
+    assert seen.attempts_per_position == (10, 6) and seen.alpha == 10 / 16 and not seen.exact
+
+
+def test_counters_without_positions_are_named():
+    prefix = "vllm:spec_decode_num_"
+    counters = {f"{prefix}drafts": 10, f"{prefix}draft_tokens": 20, f"{prefix}accepted_tokens": 10}
+    with pytest.raises(MeasurementRefused, match="per_pos"):
+        Acceptance.from_counters(counters)

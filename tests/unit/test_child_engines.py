@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import os
 import signal
@@ -15,13 +16,13 @@ import pytest
 
 from helpers.engines.base import EngineInfo, RunRecord, warmup_workload
 from helpers.engines.child import ChildEngine
-from helpers.engines.transformers_engine import TransformersEngine
+from helpers.engines.transformers_engine import TransformersEngine, run_loaded
 from helpers.engines.vllm_engine import VllmEngine
-from helpers.errors import EngineError
+from helpers.errors import EngineError, ModelError
 from helpers.models import BUNDLED
 from helpers.paths import ROOT
 from helpers.trace import Chunk, StreamTrace
-from helpers.workload import Workload, make_workload, single
+from helpers.workload import Request, Workload, make_workload, single
 
 
 class ScriptedBackend:
@@ -158,6 +159,58 @@ def test_warm_up_prompts_have_the_lengths_but_none_of_the_prefixes():
     assert firsts and warmup_workload(workload, 0) is None
 
 
+# -- drafting in Transformers, on a tiny model --------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tiny():
+    """A random Llama of two layers, and a workload of two prompts that repeat themselves, ten tokens each."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    model.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(5 + i, 6, 7) * 3, max_tokens=10) for i in range(2))
+    return model, Workload(name="tiny", requests=requests)
+
+
+def drafting(tiny, **options):
+    model, workload = tiny
+    return run_loaded(model, workload, name="tiny", max_model_len=64, warmup=1, options=options)
+
+
+def test_a_copy_of_the_model_as_assistant_leaves_a_fifth_of_the_passes_and_the_same_tokens(tiny):
+    plain, assisted = drafting(tiny), drafting(tiny, assistant_model=copy.deepcopy(tiny[0]))
+    assert [t.output_ids for t in assisted.traces] == [t.output_ids for t in plain.traces]
+    assert plain.counters == {"passes": 20.0, "positions": 2 * (9 + 9)}
+    assert [chunk.n_tokens for chunk in plain.traces[0].chunks] == [1] * 10
+    for trace in assisted.traces:
+        assert [chunk.n_tokens for chunk in trace.chunks] == [5, 5]
+        assert trace.token_times_known and len(trace.itl) == 5 and len(trace.chunk_gaps) == 1
+        assert trace.tpot == pytest.approx(trace.chunk_gaps[0] / 5) == pytest.approx(trace.itl[0])
+    assert assisted.counters == {"passes": 4.0, "positions": 2 * (9 + 4 + 5), "draft_passes": 2 * (4 + 4)}
+    assert str(assisted.engine.settings["assistant_model"]).startswith("LlamaForCausalLM")
+
+
+def test_prompt_lookup_takes_fewer_passes_where_something_repeats(tiny):
+    plain, looked_up = drafting(tiny), drafting(tiny, prompt_lookup_num_tokens=4)
+    assert [t.output_ids for t in looked_up.traces] == [t.output_ids for t in plain.traces]
+    assert looked_up.counters["passes"] <= plain.counters["passes"]
+    assert looked_up.counters["positions"] > looked_up.counters["passes"] + 2 * 8
+    assert all(sum(chunk.n_tokens for chunk in t.chunks) == 10 for t in looked_up.traces)
+
+
+def test_transformers_refuses_to_draft_for_several_sequences_at_once(tiny):
+    model, workload = tiny
+    both = workload.model_copy(update={"concurrency": 2})
+    with pytest.raises(EngineError, match="one sequence at a time"):
+        run_loaded(model, both, name="tiny", max_model_len=64, options={"prompt_lookup_num_tokens": 4})
+    run_loaded(model, both, name="tiny", max_model_len=64, max_num_seqs=1, options={"prompt_lookup_num_tokens": 4})
+
+
 # -- the real ones ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def records(bundled_model):
@@ -183,6 +236,8 @@ def records(bundled_model):
         limited["profile"] = engine.call("profile", workload=workload.model_dump(mode="json"))
         with pytest.raises(EngineError, match="out of reach"):
             engine.call("limit_batched_tokens", n=10**6)
+        with pytest.raises(EngineError, match="without speculation"):
+            engine.call("use_speculation", enabled=False)
     return ours, theirs, hits, cold_again, uncached, limited
 
 
@@ -264,3 +319,96 @@ def test_vllm_on_a_cpu_knows_its_block_sizes():
         pytest.skip("needs vLLM on a CPU")
     with pytest.raises(EngineError, match="no KV block of 16 tokens"):
         VllmEngine(BUNDLED, block_size=16)
+
+
+# -- speculation in vLLM ------------------------------------------------------------------------------------------------
+DRAFTS = "vllm:spec_decode_num_drafts"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos{{position={}}}"
+
+
+@pytest.fixture(scope="module")
+def speculation(bundled_model):
+    """The bundled model drafting for itself, off and on; and a record of what it refuses."""
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(504 + i, 905, 3006) * 4, max_tokens=11) for i in range(3))
+    workload = Workload(name="spoken", requests=requests)
+    config = {"method": "draft_model", "model": BUNDLED, "num_speculative_tokens": 4}
+    sizes = {"max_model_len": 128, "block_size": 32, "num_kv_blocks": 32, "max_num_seqs": 4}
+    found = {}
+    with VllmEngine(BUNDLED, dtype="float32", options={"speculative_config": config}, **sizes) as engine:
+        found["on"] = engine.run(workload)
+        for name, enabled, num_tokens in (
+            ("off", False, None),
+            ("two", True, 2),
+            ("off again", False, None),
+            ("back", True, None),
+        ):
+            engine.call("use_speculation", enabled=enabled, num_tokens=num_tokens)
+            found[name] = engine.run(workload, warmup=0)
+        for n in (0, 5):
+            with pytest.raises(EngineError, match="out of reach"):
+                engine.call("use_speculation", enabled=True, num_tokens=n)
+        together = workload.model_copy(update={"concurrency": 3})
+        found["together"] = engine.run(together, warmup=0)
+    return found
+
+
+@pytest.mark.engine
+def test_speculation_that_is_switched_off_drafts_nothing_and_says_the_same(speculation):
+    outputs = [trace.output_ids for trace in speculation["on"].traces]
+    for name, record in speculation.items():
+        assert [trace.output_ids for trace in record.traces] == outputs, name
+        assert record.engine.settings["speculative_config"].startswith("off") == name.startswith("off"), name
+        assert (record.counters[DRAFTS] == 0) == name.startswith("off"), name
+    for name in ("off", "off again"):
+        assert all([chunk.n_tokens for chunk in trace.chunks] == [1] * 11 for trace in speculation[name].traces)
+        assert not any(v for k, v in speculation[name].counters.items() if "spec_decode" in k)
+    assert f"model {BUNDLED}" in speculation["back"].engine.settings["speculative_config"]
+
+
+@pytest.mark.engine
+def test_a_self_draft_is_accepted_at_every_position_and_chunks_hold_what_a_round_emitted(speculation):
+    # The prefill gives one token; then rounds of 5 (or 3) until 11 are there.
+    for name, n, chunks in (
+        ("on", 4, [1, 5, 5]),
+        ("back", 4, [1, 5, 5]),
+        ("together", 4, [1, 5, 5]),
+        ("two", 2, [1, 3, 3, 3, 1]),
+    ):
+        record = speculation[name]
+        rounds = 3 * (len(chunks) - 1)
+        assert all([chunk.n_tokens for chunk in trace.chunks] == chunks for trace in record.traces), name
+        assert record.counters[DRAFTS] == rounds
+        assert record.counters["vllm:spec_decode_num_draft_tokens"] == n * rounds
+        per_position = [record.counters[ACCEPTED_AT.format(i)] for i in range(4)]
+        assert per_position == [rounds] * n + [0] * (4 - n)
+        assert record.counters["vllm:spec_decode_num_accepted_tokens"] == sum(per_position)
+
+
+@pytest.mark.engine
+def test_latencies_of_several_tokens_a_step_are_shared_among_them(speculation):
+    trace = speculation["on"].traces[0]
+    first, second = trace.chunk_gaps
+    assert trace.token_times_known and trace.n_first_chunk == 1
+    assert trace.itl == pytest.approx([first / 5] * 5 + [second / 5] * 5)
+    assert trace.tpot == pytest.approx((first + second) / 10)
+
+
+@pytest.mark.engine
+def test_the_drafts_weights_and_its_share_of_every_block_are_counted(speculation):
+    memory = speculation["on"].memory
+    assert memory.weights == pytest.approx(2 * 4 * 134_515_008, rel=1e-3)
+    assert memory.kv_reserved == 32 * 32 * 2 * 46_080
+
+
+def test_a_draft_with_other_tokens_is_refused_before_vllm_starts(bundled_model, tmp_path):
+    from helpers.hardware import describe
+    from helpers.models import load_tokenizer
+
+    if not describe().capabilities["vllm"].available:
+        pytest.skip("needs vLLM")
+    tokenizer = load_tokenizer(BUNDLED)
+    tokenizer.add_tokens(["a-token-of-its-own"])
+    tokenizer.save_pretrained(tmp_path)
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    with pytest.raises(ModelError, match=BUNDLED):
+        VllmEngine(BUNDLED, options={"speculative_config": config})
