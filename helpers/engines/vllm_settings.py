@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.hardware import usable_cores
+from helpers.hardware import PATIENT_THREADS, usable_cores
 
 CPU_BLOCK_SIZES = (32, 64, 96, 128, 256)
 """Tokens of a KV block that vLLM's attention on a CPU takes."""
@@ -33,14 +33,13 @@ def vllm_environment(device: str, *, kv_gib: int = 1, threads: int | None = None
         # Where threads lie is left to the system.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads or usable_cores()),
-        # Threads that spin while they wait take the cores from the threads they wait for.
-        "OMP_WAIT_POLICY": "passive",
+        **PATIENT_THREADS,
         "KMP_BLOCKTIME": "0",
-        # Freed memory goes back to the system instead of waiting in one pool for each thread. But not the memory of each tensor:
-        # it would be mapped anew for the next one, and such page faults can take a third of a prefill's time.
+        # Freed memory goes back to the system instead of waiting in one pool for each thread. But not the memory of each small
+        # tensor: it would be mapped anew for the next one, and such page faults can take a third of a prefill's time.
         "MALLOC_ARENA_MAX": "2",
         "MALLOC_TRIM_THRESHOLD_": str(32 * 2**20),
-        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_MMAP_THRESHOLD_": str(2**20),
         # The scheduler's process also runs the model. Were that a process of its own, the scheduler would await each step by
         # spinning on a core, and whatever a client does would take time from the model.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -752,9 +752,9 @@ after = run.card(make_card(served, closed, [agreement[served]], slo=slo, kv_form
 run.cards()
 
 # %% [markdown]
-# `KV used` from the formula is an upper bound here: four sequences of the longest length at once. Transformers comes near it,
-# because it pads; vLLM holds whole blocks of 32 tokens for what is really there. With so few requests the tail columns stay
-# empty, as they should.
+# `KV used` from the formula is four sequences of the longest length at once. Transformers comes near it, because it pads. vLLM
+# holds whole blocks of 32 tokens for what is really there; rounded up, that may exceed the formula where requests are short.
+# With so few requests the tails of TTFT, TPOT and E2E stay empty, as they should; ITL has more samples.
 #
 # ### A comparison that is accepted
 
@@ -979,7 +979,7 @@ run.claims()[["paper", "quoted", "ours", "verdict"]]
 # %% [markdown]
 # "Direction only" is the best that a claim about another machine's milliseconds can earn here. The first three are identities
 # between definitions, transcribed from each tool's source: they would fail if the formulas did not relate as stated, and they
-# do not test the tools. `python -m helpers bench client` does that for `vllm bench serve`, on the same prompts. One thing it
+# do not test the tools. `python3 -m helpers bench client` does that for `vllm bench serve`, on the same prompts. One thing it
 # would show on a chat endpoint: that tool starts TTFT at the first chunk with a choice in it, a bare role marker included.
 #
 # ### Your predictions
