@@ -103,7 +103,7 @@ quick = packed(models.load_model(model_name, dtype=dtype, device=device)) if can
 release_free_memory()
 
 # %%
-N_IN_PASS, TURNS = (1, 2, 3, 5, 9), range(run.profile.repeats + 1)
+N_IN_PASS, TURNS = (1, 2, 3, 5, 9), range(run.profile.repeats)
 watches = {"PyTorch as it is": Stopwatch(stock, 1, 32)}
 watches |= {"weights packed once": Stopwatch(quick, 1, 32)} if can_pack else {}
 turns = [(i, n, how) for i in TURNS for n in N_IN_PASS for how in watches]
@@ -121,7 +121,7 @@ figure = plots.lines(
     xlabel="tokens in the pass, batch 1",
     ylabel="seconds / seconds for one token",
 )
-run.figure(figure, "passes", passes, n=run.profile.repeats)
+run.figure(figure, "passes", passes, n=len(TURNS) - 1)
 
 # %%
 ratio_of = passes.set_index(["how", "tokens"])["over one token"]
@@ -1024,7 +1024,7 @@ def fit_costs(samples):
 def pass_samples(model, n_rows, n_cached, token_counts):
     """Median seconds of passes of `n_rows` sequences over each number of tokens, behind `n_cached` others; in turns."""
     watch = Stopwatch(model, n_rows, n_cached)
-    turns = [[watch.seconds(n) for n in token_counts] for _ in range(4)]
+    turns = [[watch.seconds(n) for n in token_counts] for _ in range(3)]
     return [(n_rows, n, n_cached, float(s)) for n, s in zip(token_counts, np.median(turns[1:], axis=0), strict=True)]
 
 
