@@ -1671,7 +1671,7 @@ for method, names_of in LOADS_OF.items():
             begun = [*PROMPTS[kind][i], references[kind, i][0]]
             said = speculate(target, like_theirs[method], begun, ANSWER - 1, GAMMA, GREEDY, dice)
             our_rounds.setdefault((method, kind), []).append(said.rounds)
-del target, draft, quick, small_model, speaker  # vLLM needs their room
+del target, draft, quick, small_model, speaker, doctored, pieces, together, apart  # vLLM needs their room
 release_free_memory()
 
 # %% [markdown]
