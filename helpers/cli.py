@@ -219,13 +219,12 @@ def train_draft(
     from helpers.course.draft_card import model_card
     from helpers.course.draft_training import train_draft as train
     from helpers.files import write_text
-    from helpers.models import DRAFT, catalogue_entry
 
-    log, own = train(work, out)
-    write_text(out / "README.md", model_card(log, own, catalogue_entry(DRAFT).parameters))
-    for kind, positions in log.acceptance.items():
-        rates = ", ".join(f"{rate:.3f}" for rate in positions.rates)
-        print(f"Held-out greedy acceptance on {kind}, by position: {rates} ({positions.tried[0]} drafts)")
+    log = train(work, out)
+    write_text(out / "README.md", model_card(log, out / "draft.safetensors"))
+    for kind, found in log.acceptance.items():
+        rates = ", ".join(f"{rate:.3f}" for rate in found.per_position)
+        print(f"Held-out greedy acceptance on {kind}, by position: {rates} ({found.attempts_per_position[0]} drafts)")
     print(f"Weights, configuration, log and model card: {out}")
 
 

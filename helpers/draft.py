@@ -37,13 +37,12 @@ def draft_config(target: dict[str, Any], n_layers: int) -> dict[str, Any]:
     return config
 
 
-def assemble(target: Path, folder: Path, weights: Path | None = None, config: Path | None = None) -> None:
-    """Write a complete checkpoint (weights, configuration, tokenizer) into `folder`.
+def assemble(target: Path, folder: Path) -> None:
+    """Write the draft as a complete checkpoint (weights, configuration, tokenizer) into `folder`.
 
     Parameters
     ----------
     target : folder of the target model's checkpoint, whose embeddings and tokenizer are borrowed.
-    weights, config : the draft's own tensors (safetensors) and config.json; those of ``data/draft`` without.
 
     Raises
     ------
@@ -53,8 +52,8 @@ def assemble(target: Path, folder: Path, weights: Path | None = None, config: Pa
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    own = load_file(weights or data_file(WEIGHTS))
-    text = (config or data_file(CONFIG)).read_text(encoding="utf-8")
+    own = load_file(data_file(WEIGHTS))
+    text = data_file(CONFIG).read_text(encoding="utf-8")
     wanted = json.loads(text)
     embeddings = None
     for file in sorted(target.glob("*.safetensors")):

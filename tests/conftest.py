@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 from notebook_cells import define, tagged
 
+from helpers.hardware import PATIENT_THREADS
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+for name, value in PATIENT_THREADS.items():
+    os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session")

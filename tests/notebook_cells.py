@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from helpers.course.build import find, read_source, tags
+from helpers.exercises import ExerciseResult
 
 
 @cache
@@ -38,3 +39,27 @@ def checked_functions(notebook: str) -> dict[str, str]:
     """The function that the notebook hands to each exercise's check, by the exercise's number."""
     cells = "\n".join(tagged(notebook, "check"))
     return dict(re.findall(r'^run\.check\("(\d\d\.\d+)", (\w+)\)$', cells, re.MULTILINE))
+
+
+def edited(notebook: str, number: str, *edits: tuple[str, str]) -> Any:
+    """The solution of an exercise with pieces of its source replaced, each of which must stand in it exactly once."""
+    function = checked_functions(notebook)[number]
+    (source,) = (source for source in tagged(notebook, "solution") if f"def {function}(" in source)
+    source += "\n"
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution of {number}"
+        source = source.replace(old, new)
+    scope: dict[str, Any] = {}
+    exec(f"import math\nimport numpy as np\nimport torch\n{source}", scope)
+    return scope[function]
+
+
+def assert_names_what_broke(result: ExerciseResult, words: str) -> None:
+    """A failure that says the property (in which `words` stand), the input, what was expected, and what came."""
+    assert result.state == "fail", result
+    names = ("First broken property: ", "  input:    ", "  expected: ", "  got:      ")
+    lines = result.message.split("\n")
+    assert len(lines) == len(names), result.message
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith(name) and line != name, result.message
+    assert words in lines[0], result.message

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from helpers.course.draft_data import TOP_K
 from helpers.course.draft_training import TrainingLog
+from helpers.models import DRAFT, catalogue_entry
 
 CARD = """\
 # smollm2-draft: a draft model for SmolLM2-135M-Instruct
@@ -62,19 +68,19 @@ TRIED = """\
 """
 
 
-def model_card(log: TrainingLog, own_parameters: int, parameters: int) -> str:
+def model_card(log: TrainingLog, weights: Path) -> str:
     """The card's Markdown.
 
     Parameters
     ----------
-    own_parameters : parameters that the draft stores.
-    parameters : parameters of the assembled model.
+    weights : the safetensors file with the tensors that the draft stores.
     """
-    from helpers.course.draft_data import TOP_K
-
+    own = sum(value.numel() for value in load_file(weights).values())
     recipe = log.recipe
     rows = "\n".join(
-        f"| {kind} | " + " | ".join(f"{rate:.3f}" for rate in found.rates) + f" | {found.tried[0]:,} |"
+        f"| {kind} | "
+        + " | ".join(f"{rate:.3f}" for rate in found.per_position)
+        + f" | {found.attempts_per_position[0]:,} |"
         for kind, found in log.acceptance.items()
     )
     losses = dict(log.loss)
@@ -84,8 +90,8 @@ def model_card(log: TrainingLog, own_parameters: int, parameters: int) -> str:
         **recipe.model_dump(exclude={"layers"}),
         layers=", ".join(map(str, recipe.layers)),
         n_layers=len(recipe.layers),
-        own=own_parameters / 1e6,
-        whole=parameters / 1e6,
+        own=own / 1e6,
+        whole=catalogue_entry(DRAFT).parameters / 1e6,
         top_k=TOP_K,
         n_answer_tokens=log.n_answer_tokens,
         generation_minutes=log.generation_seconds / 60,

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from helpers.corpora import chat_ids, chat_prompts, data_file, prose_ids
 from helpers.errors import DataError
+from helpers.kv_adapter import new_cache
 
 PROMPTS = "draft_prompts.json"
 TOP_K = 32
@@ -107,9 +108,7 @@ def answer(
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    from transformers import DynamicCache
-
-    cache, fed = DynamicCache(config=model.config), ids
+    cache, fed = new_cache("dynamic", model.config), ids
     tokens, tops, logps = [], [], []
     ended = torch.zeros(n, dtype=torch.bool)
     lengths = torch.zeros(n, dtype=torch.long)

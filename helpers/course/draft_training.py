@@ -12,19 +12,20 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from tqdm.auto import tqdm
 
 from helpers import draft, models
+from helpers.acceptance import Acceptance
 from helpers.corpora import chat_ids, chat_prompts, registry
 from helpers.course.draft_data import PROMPTS, Row, answer, generate, load_rows, prompt_rows, prose_windows, save_rows
 from helpers.errors import RecordError
 from helpers.files import write_text
 from helpers.hardware import pick_batch_dtype
-from helpers.kv_adapter import truncate
+from helpers.kv_adapter import n_cached_tokens, new_cache, truncate
 from helpers.packed_linear import pack_linears
 
 
@@ -55,17 +56,11 @@ class Recipe(BaseModel):
     seed: int = 0
 
 
-class Positions(BaseModel):
-    """Greedy acceptance by position in a draft; a position counts as tried where all before it were accepted."""
+class DraftRound(NamedTuple):
+    """One target pass of a walk along a known answer: tokens drafted, and how many of them were right."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tried: tuple[int, ...]
-    accepted: tuple[int, ...]
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        return tuple(a / t if t else math.nan for a, t in zip(self.accepted, self.tried, strict=True))
+    drafted: int
+    accepted: int
 
 
 class TrainingLog(BaseModel):
@@ -83,7 +78,7 @@ class TrainingLog(BaseModel):
     """(step, mean cross entropy against the target's distribution over the steps since the last point), nats a token."""
     agreement: tuple[tuple[int, float, float], ...]
     """(step, share of held-out greedy tokens that the draft guesses from the true context: chat, prose)."""
-    acceptance: dict[str, Positions]
+    acceptance: dict[str, Acceptance]
     """Held-out greedy acceptance of the exported weights, for ``chat`` and ``prose``."""
 
 
@@ -117,31 +112,28 @@ def agreement(model: Any, rows: list[Row]) -> float:
 
 
 @torch.inference_mode()
-def greedy_acceptance(model: Any, rows: list[Row], gamma: int) -> Positions:
+def greedy_acceptance(model: Any, rows: list[Row], gamma: int) -> Acceptance:
     """Walk each greedy answer as speculative decoding would: draft `gamma` tokens, keep those that match, add the next, go on.
 
     The target is not needed: with greedy decoding its answer is known. An answer's last token is always the
     target's own, so drafts near the end are shorter.
     """
-    from transformers import DynamicCache
-
-    tried, accepted = [0] * gamma, [0] * gamma
+    rounds = []
     for row in rows:
         ids, at = row.ids.tolist(), row.start
-        cache = DynamicCache(config=model.config)
+        cache = new_cache("dynamic", model.config)
         while at < len(ids):
-            fed, n = ids[cache.get_seq_length() : at], 0
-            while n < min(gamma, len(ids) - at - 1):
+            fed, n, limit = ids[n_cached_tokens(cache) : at], 0, min(gamma, len(ids) - at - 1)
+            while n < limit:
                 logits = model(torch.tensor([fed]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
                 guess = int(logits.argmax())
-                tried[n] += 1
                 if guess != ids[at + n]:
                     break
-                accepted[n] += 1
                 fed, n = [guess], n + 1
+            rounds.append(DraftRound(limit, n))
             at += n + 1
             truncate(cache, at - 1)
-    return Positions(tried=tuple(tried), accepted=tuple(accepted))
+    return Acceptance.from_rounds(rounds)
 
 
 # -- the draft -----------------------------------------------------------------------------------------------------------
@@ -161,13 +153,8 @@ def new_draft(target: Any, layers: tuple[int, ...]) -> Any:
 
 
 def own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a draft stores: all but the borrowed embeddings, in bf16."""
-    state = model.state_dict()
-    return {
-        name: value.detach().to(torch.bfloat16).contiguous()
-        for name, value in state.items()
-        if name not in (draft.BORROWED, "lm_head.weight")
-    }
+    """The tensors that are the draft's own: all but the borrowed embeddings, which are its output head too."""
+    return {name: value for name, value in model.state_dict().items() if name not in (draft.BORROWED, "lm_head.weight")}
 
 
 def distillation_loss(model: Any, rows: list[Row], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -263,11 +250,10 @@ def train(
                 + ", ".join(f"{x:.3f}" for x in state["agreement"][-1][1:])
             )
             part = path.with_suffix(".part")
-            held = {k: v for k, v in model.state_dict().items() if k not in (draft.BORROWED, "lm_head.weight")}
             torch.save(
                 {
                     "recipe": recipe.model_dump_json(),
-                    "model": held,
+                    "model": own_tensors(model),
                     "optimizer": optimizer.state_dict(),
                     "state": state,
                 },
@@ -280,10 +266,8 @@ def train(
 
 
 # -- the whole -----------------------------------------------------------------------------------------------------------
-def train_draft(work: Path, out: Path, recipe: Recipe | None = None) -> tuple[TrainingLog, int]:
+def train_draft(work: Path, out: Path, recipe: Recipe | None = None) -> TrainingLog:
     """Generate, train, measure, and write ``draft.safetensors``, ``config.json`` and ``training_log.json`` into `out`.
-
-    Returns the log and the number of parameters that the draft stores.
 
     Parameters
     ----------
@@ -336,7 +320,7 @@ def train_draft(work: Path, out: Path, recipe: Recipe | None = None) -> tuple[Tr
 
     state = train(model, rows, recipe, work, getattr(torch, dtype), measure)
     out.mkdir(parents=True, exist_ok=True)
-    tensors = own_tensors(model)
+    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in own_tensors(model).items()}
     save_file(tensors, out / "draft.safetensors", metadata={"format": "pt"})
     text = (models.bundled_model() / "config.json").read_text(encoding="utf-8")
     write_text(
@@ -355,4 +339,4 @@ def train_draft(work: Path, out: Path, recipe: Recipe | None = None) -> tuple[Tr
         acceptance={kind: greedy_acceptance(model, held, recipe.gamma) for kind, held in known.items()},
     )
     write_text(out / "training_log.json", log.model_dump_json(indent=1) + "\n")
-    return log, sum(value.numel() for value in tensors.values())
+    return log

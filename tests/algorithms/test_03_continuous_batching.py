@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from notebook_cells import checked_functions, tagged
+from notebook_cells import assert_names_what_broke, checked_functions
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers import exercises, kv_adapter, paged_kv
@@ -596,6 +596,7 @@ def test_a_model_says_the_same_under_every_rule(nb, policy):
 
 # -- exercises ---------------------------------------------------------------------------------------
 answers = partial(notebook_cells.answers, NAME)
+edited = partial(notebook_cells.edited, NAME)
 
 
 ANSWERS = checked_functions(NAME)
@@ -834,23 +835,6 @@ def test_typical_wrong_answers_fail_with_the_property_named(number, answer, word
     assert_names_what_broke(result, words)
 
 
-@cache
-def solution_source(number: str) -> str:
-    (source,) = (source for source in tagged(NAME, "solution") if f"def {ANSWERS[number]}(" in source)
-    return source + "\n"
-
-
-def edited(number: str, *edits: tuple[str, str]):
-    """The solution of an exercise with pieces of its source replaced, each of which must stand in it exactly once."""
-    source = solution_source(number)
-    for old, new in edits:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution of {number}"
-        source = source.replace(old, new)
-    scope: dict = {}
-    exec(f"import numpy as np\nimport torch\n{source}", scope)
-    return scope[ANSWERS[number]]
-
-
 HEAP = "    for n in outputs:\n        heapq.heapreplace(free_at, free_at[0] + n)\n"
 PIECE = "step_seconds(p, min(piece, n_prompt - p), n_decodes)"
 GOOD = "first is not None and first <= ttft and (each is None or each <= tpot)"
@@ -960,17 +944,6 @@ WRONG_EDITS = [
 @pytest.mark.parametrize(("number", "old", "new", "words"), WRONG_EDITS)
 def test_a_solution_made_wrong_fails_with_the_property_named(number, old, new, words):
     assert_names_what_broke(exercises.check(number, edited(number, (old, new))), words)
-
-
-def assert_names_what_broke(result: exercises.ExerciseResult, words: str) -> None:
-    """A failure that says the property (in which `words` stand), the input, what was expected, and what came."""
-    assert result.state == "fail", result
-    names = ("First broken property: ", "  input:    ", "  expected: ", "  got:      ")
-    lines = result.message.split("\n")
-    assert len(lines) == len(names), result.message
-    for line, name in zip(lines, names, strict=True):
-        assert line.startswith(name) and line != name, result.message
-    assert words in lines[0], result.message
 
 
 RIGHT_EDITS = [

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from notebook_cells import checked_functions, tagged
+from notebook_cells import assert_names_what_broke, checked_functions
 from scipy.stats import binomtest, chi2
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import (
@@ -997,35 +997,8 @@ def test_a_broken_twin_is_caught(load_algorithms, name):
 
 # -- exercises ---------------------------------------------------------------------------------------
 answers = partial(notebook_cells.answers, NAME)
+edited = partial(notebook_cells.edited, NAME)
 ANSWERS = checked_functions(NAME)
-
-
-@cache
-def solution_source(number: str) -> str:
-    (source,) = (source for source in tagged(NAME, "solution") if f"def {ANSWERS[number]}(" in source)
-    return source + "\n"
-
-
-def edited(number: str, *edits: tuple[str, str]):
-    """The solution of an exercise with pieces of its source replaced, each of which must stand in it exactly once."""
-    source = solution_source(number)
-    for old, new in edits:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution of {number}"
-        source = source.replace(old, new)
-    scope: dict = {}
-    exec(f"import math\nimport numpy as np\nimport torch\n{source}", scope)
-    return scope[ANSWERS[number]]
-
-
-def assert_names_what_broke(result: exercises.ExerciseResult, words: str) -> None:
-    """A failure that says the property (in which `words` stand), the input, what was expected, and what came."""
-    assert result.state == "fail", result
-    names = ("First broken property: ", "  input:    ", "  expected: ", "  got:      ")
-    lines = result.message.split("\n")
-    assert len(lines) == len(names), result.message
-    for line, name in zip(lines, names, strict=True):
-        assert line.startswith(name) and line != name, result.message
-    assert words in lines[0], result.message
 
 
 def _mean_over_the_vocabulary(p, q):
