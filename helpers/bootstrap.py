@@ -231,7 +231,7 @@ class Steps:
         return done.returncode, done.stdout
 
 
-def _torch_choices(python: str) -> list[list[str]]:
+def torch_choices(python: str) -> list[list[str]]:
     """Ways to install torch: from wherever pip is set to look, then from PyTorch's own index of CPU builds."""
     pip = [python, "-m", "pip", "install", "--no-deps", "--progress-bar", "off"]
     if sys.platform == "darwin":
@@ -338,7 +338,7 @@ def _create(python: str, steps: Steps) -> None:
         raise
     inside = str(venv_python())
     listing = subprocess.run([inside, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    steps.run("install torch (CPU)", *_torch_choices(inside))
+    steps.run("install torch (CPU)", *torch_choices(inside))
     uv_file = _uv_requirement(LOCK, BUILD)
     # Where uv cannot be had, the next step falls back to pip by itself.
     with contextlib.suppress(EnvironmentSetupError):

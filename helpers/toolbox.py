@@ -1,7 +1,8 @@
 """Toolboxes: sets of packages that cannot live in the core environment, each in a virtual environment of its own.
 
-``requirements/NAME.txt`` is a full pin with hashes. `install` makes ``.toolboxes/NAME``; `call` runs a Python file in it,
-with JSON in and JSON out. A missing toolbox is no error of the course: `status` says which command brings it.
+``requirements/NAME.txt`` is a full pin with hashes; torch, where a toolbox needs it, is the core environment's CPU build.
+`install` makes ``.toolboxes/NAME``; `call` runs a Python file in it, with JSON in and JSON out. A missing toolbox is no
+error of the course: `status` says which command brings it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,11 +21,35 @@ from typing import Any
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
-from helpers.bootstrap import package_choices, pip_sources
+from helpers.bootstrap import package_choices, pip_sources, torch_choices
 from helpers.errors import EngineError, EnvironmentSetupError, UnknownNameError, suggest
 from helpers.paths import REQUIREMENTS, ROOT, TOOLBOXES
 
-PURPOSES = {"engines": "OpenVINO GenAI and CTranslate2: other CPU engines for the bundled model"}
+
+class Toolbox(BaseModel):
+    """What a toolbox is for, whether it holds torch, and which of its packages build from source against that torch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    purpose: str
+    torch: bool = False
+    from_source: tuple[str, ...] = ()
+
+
+KNOWN = {
+    "engines": Toolbox(purpose="OpenVINO GenAI and CTranslate2: other CPU engines for the bundled model"),
+    "quant": Toolbox(purpose="llm-compressor, torchao and bitsandbytes: the maintained quantizers", torch=True),
+    "gptqmodel": Toolbox(
+        purpose="GPTQModel: a maintained quantizer, in a toolbox of its own for its newer Transformers",
+        torch=True,
+        from_source=("gptqmodel",),
+    ),
+    "legacy": Toolbox(
+        purpose="auto-gptq and AutoAWQ: archived quantizers, with the last Transformers that they run with",
+        torch=True,
+        from_source=("auto-gptq", "autoawq"),
+    ),
+}
 
 
 class ToolboxStatus(BaseModel):
@@ -39,7 +65,7 @@ class ToolboxStatus(BaseModel):
 
 def names() -> list[str]:
     """The toolboxes that this checkout pins."""
-    return sorted(name for name in PURPOSES if (REQUIREMENTS / f"{name}.txt").is_file())
+    return sorted(name for name in KNOWN if (REQUIREMENTS / f"{name}.txt").is_file())
 
 
 def _requirements(name: str) -> Path:
@@ -62,7 +88,7 @@ def status(name: str) -> ToolboxStatus:
     installed = mark.is_file() and mark.read_text(encoding="utf-8") == _fingerprint(name)
     return ToolboxStatus(
         name=name,
-        purpose=PURPOSES[name],
+        purpose=KNOWN[name].purpose,
         installed=installed,
         remedy="" if installed else f"python3 -m helpers toolbox {name}",
     )
@@ -89,11 +115,26 @@ def install(name: str) -> Path:
         folder = TOOLBOXES / name
         shutil.rmtree(folder, ignore_errors=True)
         _run(name, [sys.executable, "-m", "venv", str(folder)])
+        if KNOWN[name].torch:
+            _run(name, *torch_choices(str(_python(name))))
         listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
         uv = Path(sys.executable).with_name("uv")
-        _run(name, *package_choices(str(_python(name)), pip_sources(listing), requirements, uv))
+        ready, built = _split(requirements.read_text(encoding="utf-8"), KNOWN[name].from_source)
+        for part, options in ((ready, []), (built, ["--no-build-isolation"])):
+            if part:
+                lock = folder / requirements.name
+                lock.write_text(part, encoding="utf-8")
+                choices = package_choices(str(_python(name)), pip_sources(listing), lock, uv)
+                _run(name, *([*choice, *options] for choice in choices))
         (folder / "installed").write_text(_fingerprint(name), encoding="utf-8")
     return _python(name)
+
+
+def _split(lock: str, from_source: tuple[str, ...]) -> tuple[str, str]:
+    """A lock's text in two: what is installed as it is, and what is built against the packages of the first part."""
+    pins = re.split(r"^(?=[\w.-]+==)", lock, flags=re.MULTILINE)
+    built = [pin for pin in pins if pin.split("==")[0] in from_source]
+    return "".join(pin for pin in pins if pin not in built), "".join(built)
 
 
 def _run(name: str, *choices: list[str]) -> None:
@@ -101,7 +142,9 @@ def _run(name: str, *choices: list[str]) -> None:
     reason = "no message"
     for command in choices:
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            # auto-gptq and AutoAWQ would compile CUDA kernels wherever they can; the toolboxes hold a CPU torch.
+            environment = {**os.environ, "BUILD_CUDA_EXT": "0", "BUILD_KERNELS": "0"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
         except OSError as error:
             reason = f"{Path(command[0]).name}: {error.strerror}"
             continue

@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from helpers.errors import UnknownNameError, suggest
+
+if TYPE_CHECKING:
+    import torch
 
 TO_DO = "Fill in the exercise's cell (the one with the docstring), run it, skip the solution, then run this cell again."
 
@@ -26,11 +29,26 @@ TIME_LIMIT_S = 20.0
 """Seconds that all calls of one check may take together."""
 
 
+def shown(value: object, n: int = 8) -> object:
+    """A tensor or an array in one line, its shape and its first `n` elements; anything else as it is."""
+    shape, flatten = getattr(value, "shape", None), getattr(value, "flatten", None)
+    if shape is None or flatten is None:
+        return value
+    elements = flatten().tolist()
+    first = ", ".join(f"{element:.5g}" if isinstance(element, float) else str(element) for element in elements[:n])
+    return f"{list(shape)}: [{first}{', ...' if len(elements) > n else ''}]"
+
+
+def not_finite(values: torch.Tensor) -> str:
+    """How many of a tensor's elements are no numbers."""
+    return f"{int((~values.isfinite()).sum())} of {values.numel()} values are NaN or infinite"
+
+
 class Mismatch(Exception):
     """The first property that a student's answer does not have."""
 
     def __init__(self, prop: str, given: object, expected: object, got: object) -> None:
-        super().__init__(f"{prop}\n  input:    {given}\n  expected: {expected}\n  got:      {got}")
+        super().__init__(f"{prop}\n  input:    {given}\n  expected: {shown(expected)}\n  got:      {shown(got)}")
 
 
 class _OverTime(BaseException):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from helpers import toolbox
 from helpers.errors import EngineError, EnvironmentSetupError, UnknownNameError
 from helpers.models import bundled_gguf
-from helpers.paths import ROOT
+from helpers.paths import REQUIREMENTS, ROOT
 
 SCRIPT = ROOT / "helpers" / "toolboxes" / "openvino_generate.py"
 
@@ -77,3 +80,35 @@ def test_a_script_that_fails_shows_its_last_lines(empty_toolboxes, tmp_path, mon
     monkeypatch.setattr(toolbox, "_python", lambda name: sys.executable)
     with pytest.raises(EngineError, match="no such weights"):
         toolbox.call("engines", script, {})
+
+
+@pytest.mark.parametrize("name", toolbox.KNOWN)
+def test_a_toolbox_pins_no_torch_and_builds_from_source_only_what_it_pins(name):
+    lock = (REQUIREMENTS / f"{name}.txt").read_text()
+    pinned = set(re.findall(r"^([\w.-]+)==", lock, re.MULTILINE))
+    assert not pinned & {"torch", "torchvision", "torchaudio"} and not any(
+        pin.startswith("nvidia-cu") for pin in pinned
+    )
+    assert set(toolbox.KNOWN[name].from_source) <= pinned
+    if toolbox.KNOWN[name].torch:
+        assert {"filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions"} <= pinned
+
+
+def test_what_builds_from_source_is_installed_after_what_it_builds_against(empty_toolboxes, monkeypatch):
+    steps: list[list[str]] = []
+    parts: list[str] = []
+
+    def run(name, *choices):
+        steps.append(choices[0])
+        if "-r" in choices[0]:
+            parts.append(Path(choices[0][choices[0].index("-r") + 1]).read_text())
+        elif choices[0][1:3] == ["-m", "venv"]:
+            Path(choices[0][3]).mkdir(parents=True)
+
+    monkeypatch.setattr(toolbox, "_run", run)
+    toolbox.install("legacy")
+    assert any(word.startswith("torch==") for word in steps[1])
+    assert "--no-build-isolation" in steps[3] and "--no-build-isolation" not in steps[2]
+    assert re.findall(r"^([\w.-]+)==", parts[1], re.MULTILINE) == ["auto-gptq", "autoawq"]
+    assert "transformers==4.51.3" in parts[0] and "autoawq" not in parts[0]
+    assert all("--require-hashes" in step for step in steps[2:])
