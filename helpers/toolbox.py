@@ -27,17 +27,22 @@ from helpers.paths import REQUIREMENTS, ROOT, TOOLBOXES
 
 
 class Toolbox(BaseModel):
-    """What a toolbox is for, whether it holds torch, and which of its packages build from source against that torch."""
+    """What a toolbox is for, whether it holds torch or is for Linux alone, and what it builds from source against torch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     purpose: str
     torch: bool = False
+    linux_only: bool = False
     from_source: tuple[str, ...] = ()
 
 
 KNOWN = {
     "engines": Toolbox(purpose="OpenVINO GenAI and CTranslate2: other CPU engines for the bundled model"),
+    "cluster": Toolbox(
+        purpose="NVIDIA Dynamo and AIConfigurator: clusters replayed, mocked and estimated from real kernel times",
+        linux_only=True,
+    ),
     "quant": Toolbox(purpose="llm-compressor, torchao and bitsandbytes: the maintained quantizers", torch=True),
     "gptqmodel": Toolbox(
         purpose="GPTQModel: a maintained quantizer, in a toolbox of its own for its newer Transformers",
@@ -82,6 +87,10 @@ def _fingerprint(name: str) -> str:
     return hashlib.sha256(_requirements(name).read_bytes() + sys.version.encode()).hexdigest()
 
 
+def _refused(name: str) -> bool:
+    return KNOWN[name].linux_only and sys.platform != "linux"
+
+
 def status(name: str) -> ToolboxStatus:
     """Whether the toolbox is installed as pinned today."""
     mark = TOOLBOXES / name / "installed"
@@ -90,7 +99,7 @@ def status(name: str) -> ToolboxStatus:
         name=name,
         purpose=KNOWN[name].purpose,
         installed=installed,
-        remedy="" if installed else f"python3 -m helpers toolbox {name}",
+        remedy="" if installed else "a Linux machine" if _refused(name) else f"python3 -m helpers toolbox {name}",
     )
 
 
@@ -100,9 +109,14 @@ def install(name: str) -> Path:
     Raises
     ------
     UnknownNameError : no such toolbox.
-    EnvironmentSetupError : the packages could not be installed; the installer's own last line is in the message.
+    EnvironmentSetupError : the packages could not be installed (the installer's own last line is in the message), or there
+        are none for this system.
     """
     requirements = _requirements(name)
+    if _refused(name):
+        raise EnvironmentSetupError(
+            f"The toolbox {name!r} needs Linux: its packages come for no other system.", "Use a Linux machine, or WSL."
+        )
     try:
         TOOLBOXES.mkdir(exist_ok=True)
     except OSError as error:
@@ -172,7 +186,7 @@ def call(name: str, script: Path, arguments: dict[str, Any], *, timeout_s: float
     with tempfile.TemporaryDirectory() as folder:
         given, result = Path(folder) / "in.json", Path(folder) / "out.json"
         given.write_text(json.dumps(arguments), encoding="utf-8")
-        environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+        environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV", "MPLBACKEND"}}
         try:
             done = subprocess.run(
                 [str(_python(name)), str(script), str(given), str(result)],

@@ -19,7 +19,7 @@ ROOMS = [
     {"memory"},
     {"models", "draft", "kv_adapter", "packed_linear", "quantize", "corpora", "paged_kv"},
     {"workload", "stats", "trace", "acceptance"},
-    {"engines", "toolbox", "toolboxes", "quant_kernels"},
+    {"engines", "toolbox", "toolboxes", "quant_kernels", "peers", "kv_links", "pd_servers"},
     {"ledgers"},
     {"quality", "choice_tasks"},
     {"claims"},

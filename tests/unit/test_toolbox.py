@@ -82,6 +82,20 @@ def test_a_script_that_fails_shows_its_last_lines(empty_toolboxes, tmp_path, mon
         toolbox.call("engines", script, {})
 
 
+def test_a_script_does_not_inherit_what_belongs_to_the_notebooks_environment(tmp_path, monkeypatch):
+    import sys
+
+    script = tmp_path / "show.py"
+    script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[2], 'w'))")
+    ready = toolbox.ToolboxStatus(name="engines", purpose="", installed=True, remedy="")
+    monkeypatch.setattr(toolbox, "status", lambda name: ready)
+    monkeypatch.setattr(toolbox, "_python", lambda name: sys.executable)
+    monkeypatch.setenv("MPLBACKEND", "module://a_backend_of_the_kernel")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    seen = toolbox.call("engines", script, {})
+    assert not {"MPLBACKEND", "PYTHONPATH", "VIRTUAL_ENV"} & set(seen) and seen["HF_HUB_OFFLINE"] == "1"
+
+
 @pytest.mark.parametrize("name", toolbox.KNOWN)
 def test_a_toolbox_pins_no_torch_and_builds_from_source_only_what_it_pins(name):
     lock = (REQUIREMENTS / f"{name}.txt").read_text()
@@ -112,3 +126,12 @@ def test_what_builds_from_source_is_installed_after_what_it_builds_against(empty
     assert re.findall(r"^([\w.-]+)==", parts[1], re.MULTILINE) == ["auto-gptq", "autoawq"]
     assert "transformers==4.51.3" in parts[0] and "autoawq" not in parts[0]
     assert all("--require-hashes" in step for step in steps[2:])
+
+
+def test_a_toolbox_for_linux_says_so_elsewhere(empty_toolboxes, monkeypatch):
+    monkeypatch.setattr(toolbox.sys, "platform", "darwin")
+    assert toolbox.status("cluster").remedy == "a Linux machine"
+    assert "toolbox quant" in toolbox.status("quant").remedy
+    with pytest.raises(EnvironmentSetupError, match="needs Linux"):
+        toolbox.install("cluster")
+    assert not empty_toolboxes.exists()
