@@ -34,7 +34,7 @@ from helpers.hardware import describe
 
 Link = Literal["nixl", "folder", "none"]
 ROLES = ("prefill", "decode")
-REMEDY = "Look at the server's log, start the pair again, and check that nothing else ended it."
+REMEDY = "Start the pair again, and check that nothing else ended it."
 
 
 def refusal(link: Link) -> str | None:
@@ -197,6 +197,8 @@ class PDServer:
             "seed": 0,
             "async_scheduling": False,
         }
+        if (n_gpus := len(describe().gpus)) > 0:
+            self._llm["gpu_memory_utilization"] = 0.85 if n_gpus > 1 else 0.4  # one GPU holds both engines
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> Self:
@@ -237,9 +239,12 @@ class PDServer:
             "UCX_LOG_LEVEL": "error",
         }
         if device == "cpu":
-            env["UCX_TLS"] = os.environ.get("UCX_TLS", "tcp,self,sm")
+            env["UCX_TLS"] = os.environ.get(
+                "UCX_TLS", "tcp,self"
+            )  # not shared memory: a network is what is to be shown
         else:
-            env["CUDA_VISIBLE_DEVICES"] = str(self.device_index)
+            mine = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+            env["CUDA_VISIBLE_DEVICES"] = mine[self.device_index % len(mine)] if mine else str(self.device_index)
         return env
 
     @property

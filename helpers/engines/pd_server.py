@@ -229,11 +229,18 @@ def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[BaseHTTPRequestH
         def do_POST(self) -> None:
             try:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                if not isinstance(body, dict):
+                    raise ValueError("it is no object")
             except ValueError as error:
-                self.reply(400, {"error": {"message": f"The body is no JSON: {error}"}})
+                self.reply(400, {"error": {"message": f"The body is no JSON object: {error}"}})
                 return
             if self.path == "/control":
-                self.reply(200, loop.ask(lambda: control(loop, body)))
+                try:
+                    self.reply(200, loop.ask(lambda: control(loop, body)))
+                except (TypeError, ValueError) as error:
+                    self.reply(400, {"error": {"message": f"A setting cannot be read: {error}"}})
+                except queue.Empty:
+                    self.reply(503, {"error": {"message": "The engine is in a long step; ask again."}})
             elif self.path != "/v1/completions":
                 self.reply(404, {"error": {"message": f"There is no {self.path}."}})
             elif body.get("stream"):
@@ -256,7 +263,7 @@ def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[BaseHTTPRequestH
             for event in self.events(request_id, body):
                 ids += event.get("ids", [])
             if "error" in event:
-                self.reply(500, {"error": {"message": event["error"]}})
+                self.reply(500 if "finish_reason" in event else 400, {"error": {"message": event["error"]}})
                 return
             choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": event["finish_reason"]}
             answer = {"id": request_id, "object": "text_completion", "model": settings["name"], "choices": [choice]}
@@ -313,8 +320,9 @@ def patient_nixl() -> None:
         class PatientConfig(bindings.nixlAgentConfig):
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, PATIENCE_US if name == "pthrDelay" else value)
-    except (ImportError, AttributeError):
-        return  # not installed, or another version that may do better
+    except (ImportError, AttributeError) as error:
+        print(f"NIXL's progress thread keeps spinning ({error}): it takes a core from the engines.", flush=True)
+        return
     bindings.nixlAgentConfig = PatientConfig
 
 

@@ -44,7 +44,7 @@ def start_broker() -> str:
     """Start the event broker in a thread; returns its address as Dynamo wants it."""
     import zmq
 
-    context = zmq.Context.instance()
+    context: Any = zmq.Context.instance()
     inside, outside = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
     ports = [side.bind_to_random_port(f"tcp://{HOST}") for side in (inside, outside)]
     threading.Thread(target=zmq.proxy, args=(inside, outside), daemon=True).start()
@@ -130,7 +130,8 @@ def serve(router: str, given: dict, broker: str) -> dict:
                     )
             wait_until_ready(port, given, processes, folder)
             before = counters(get(port, "/metrics"))
-            rows, numbers = [], {}
+            rows: list[list[Any]] = []
+            numbers: dict[int, int] = {}
             for group, text in given["prompts"]:
                 answer = complete(port, given["model"], text, given["max_tokens"])
                 extra = answer.get("nvext") or {}

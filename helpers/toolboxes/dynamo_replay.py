@@ -26,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DYN_LOG", "error")
 
 TRACE_BLOCK = 64
+OWN = ("processed_", "wall_time")  # the replay's own speed on this machine, another at every run
 
 
 def write_trace(requests: list, path: Path) -> None:
@@ -69,7 +70,10 @@ def replay(run: dict, profile: Path | None, folder: Path) -> dict:
     else:
         write_trace(run["requests"], trace)
         report = run_trace_replay(trace, trace_block_size=TRACE_BLOCK, report_jsonl_path=str(each), **options)
-    answer = {"name": run["name"], "report": {k: v for k, v in report.items() if isinstance(v, int | float)}}
+    answer = {
+        "name": run["name"],
+        "report": {k: v for k, v in report.items() if isinstance(v, int | float) and not k.startswith(OWN)},
+    }
     if run.get("each"):
         rows = [json.loads(line) for line in each.read_text(encoding="utf-8").splitlines()]
         rows.sort(key=lambda row: row["arrival_time_ms"])
@@ -87,7 +91,8 @@ def main(arguments: dict) -> dict:
             import numpy as np
 
             profile = folder / "profile.npz"
-            np.savez(profile, **{k: np.array(v, dtype=np.float64) for k, v in arguments["step_times"].items()})
+            arrays: dict[str, Any] = {k: np.array(v, dtype=np.float64) for k, v in arguments["step_times"].items()}
+            np.savez(profile, **arrays)
         runs = [replay(run, profile, folder) for run in arguments["runs"]]
     versions = {name: importlib.metadata.version(name) for name in ("ai-dynamo", "ai-dynamo-runtime")}
     return {"versions": versions, "runs": runs}

@@ -7,6 +7,9 @@
 # prompts into pieces, so that they hurt less. Here the two get engines of their own. Then somebody must carry the keys
 # and values from one to the other, and the price of that carriage decides everything.
 #
+# The field calls it **disaggregated** serving (P/D), here also *apart* or *split*. Its rival is **colocated** serving (also
+# *aggregated* or *mixed*, here *together*).
+#
 # | paper or system | year, venue | maturity | what we take from it |
 # | --- | --- | --- | --- |
 # | Zhong et al., *DistServe* | 2024, OSDI | peer-reviewed | goodput per GPU; prefill instances for each decode instance |
@@ -74,10 +77,8 @@ f"{shape.kind}: {shape.n_layers} layers, {shape.n_kv_heads} KV heads, {models.kv
 
 # %%
 GPU_FLOPS, GPU_BYTES, EFFICIENCY = 989e12, 3.35e12, 0.5  # an H100's published peaks; half of the first is often reached
-SIZE, KV_TOKEN = (
-    70e9,
-    2 * 80 * 8 * 128 * 2,
-)  # a model like Llama-3-70B on 4 such GPUs: parameters, KV bytes a token (bf16)
+SIZE = 70e9  # parameters of a model like Llama-3-70B, on four such GPUs
+KV_TOKEN = 2 * 80 * 8 * 128 * 2  # and the bytes that a token leaves in its cache (bf16)
 
 
 def published_seconds(n_prompt, n_rows, context, gpus=4):
@@ -94,7 +95,8 @@ for n_prompt in (512, 4096, 32768):
 pd.DataFrame(stalls)
 
 # %% [markdown]
-# (A 70B model on four H100s, computed from published peaks.) A long prompt takes the place of many decode steps. Cut into
+# (A 70B model on four H100s, computed from published peaks; without attention's own work, which adds almost a third at 32,768
+# tokens.) A long prompt takes the place of many decode steps. Cut into
 # pieces it hurts each of them a little; on an engine of its own it hurts none.
 #
 # ## Predict
@@ -109,7 +111,7 @@ run.predict(
     longest_gap_together_over_apart=3,  # readers' longest pause while a document is read, vLLM, same two engines
     ttft_apart_over_together=1.2,  # the document's time to first token
     best_prefill_instances_of_8=4,  # for documents of 4,000 tokens and answers of 300, a 32B model, simulated
-    percent_hybrid_state_of_kv=25,  # bytes that a hybrid model sends for 32k tokens, of what it would if all layers attended
+    percent_hybrid_of_attention=10,  # bytes that a hybrid model sends for 32k tokens, of what it would if all layers attended
 )
 
 # %% [markdown]
@@ -204,7 +206,7 @@ def connect_to(port, patience_s=10.0):
 
 # %% [markdown]
 # A link can be slower than loopback. `Pipe` holds a sender back to a bandwidth of our choice: then the transfer's time is
-# *emulated* (the bytes still travel), and it costs no processor time, as on a network card.
+# *emulated* (the bytes still travel), and the waiting costs no processor time.
 
 
 # %% tags=["algorithm"]
@@ -258,7 +260,8 @@ def receive_layer(connection, n_kv_heads, head_dim, dtype, n_layers):
 # ### A prefill instance, twice
 #
 # First whole: compute, then send everything. Then layer by layer: a hook on each layer says when its keys and values are
-# there, and a second thread sends them while the first computes on. The difference is one queue.
+# there, and a second thread sends them while the first computes on. The difference is one queue. (On a CPU. On a GPU a hook
+# only says that the work was handed out; there one waits for an event on a stream of its own.)
 
 
 # %% tags=["algorithm"]
@@ -340,12 +343,18 @@ def decode_instance(model, port, n_tokens, timeout_s=60.0):
     import struct
 
     from helpers import kv_adapter
+    from helpers.errors import EngineError
     from helpers.models import kv_shape
 
     shape, cache = kv_shape(model.config), kv_adapter.new_cache("dynamic", model.config)
     with socket.create_server(("127.0.0.1", port)) as server:
         server.settimeout(timeout_s)
-        connection, _ = server.accept()
+        try:
+            connection, _ = server.accept()
+        except TimeoutError as error:
+            raise EngineError(
+                f"No prefill instance came within {timeout_s:g} s.", "Start it and repeat the request."
+            ) from error
     with connection:
         connection.settimeout(timeout_s)
         for _ in range(shape.n_layers):
@@ -397,6 +406,8 @@ def prompt_of(index, length):
 # %%
 CELLS = [receive_exactly, connect_to, Pipe, receive_layer, prefill_whole, prefill_by_layer]
 CELLS += [prefill_instance, decode_instance, one_process, read_prose]
+if "peers" in globals():
+    peers.close()
 peers = ExitStack()
 with ThreadPoolExecutor(2) as pool:
     new_peer = lambda: peers.enter_context(Peer(CELLS, model_name, run.dtype))  # noqa: E731
@@ -410,7 +421,7 @@ def hand_over(ids, n_tokens, by_layer, bytes_per_second=None):
     """One request through both processes; what the two report, in one dictionary."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(decode_peer.do, decode_instance, port=port, n_tokens=n_tokens)
+        waiting = pool.submit(decode_peer.do, decode_instance, port=port, n_tokens=n_tokens, timeout_s=20.0)
         sent = pool.submit(
             prefill_peer.do,
             prefill_instance,
@@ -485,8 +496,9 @@ Markdown(
     f"Whole over loopback: {show_bytes(loop_bandwidth)}/s, packing and unpacking included. The transfer takes "
     f"**{share:.1%}** of the prefill (median), by length: "
     + ", ".join(f"{value:.1f} % at {n}" for n, value in by_length.items())
-    + ". The idea said: the length cancels. What does not cancel: 30 headers at every length, and copies of long prompts that no "
-    "longer fit into the processor's caches."
+    + ". The idea said: the length cancels, and attention's work even lets the share fall. Where it does not, look at the "
+    f"copies: our transport stacks, receives and appends each of {shape.n_layers} layers, and those of long prompts are larger "
+    "than the processor's caches (not measured apart)."
 )
 
 
@@ -515,21 +527,22 @@ slow["formula"] = [
     else arrival_whole(r["compute"], r["transfer"])
     for _, r in slow.iterrows()
 ]
-slow["hidden"] = 1 - slow["beyond compute"] / slow["transfer"]
-hidden = float(slow[slow["sent"] == "layer by layer"]["hidden"].median())
+totals = slow.pivot(index="turn", columns="sent", values="total")
+hidden = float(((totals["whole"] - totals["layer by layer"]) / slow["transfer"].median()).median())
 formula_error = float((slow["total"] / slow["formula"] - 1).abs().median())
 run.measured("percent_of_transfer_hidden", 100 * hidden, "%")
 display(slow.groupby("sent", sort=False)[["compute", "transfer", "total", "formula"]].median().map(show_seconds))
 Markdown(
-    f"Layer by layer hides **{hidden:.0%}** of the transfer (median). Median error of the two formulas: {formula_error:.1%}; "
-    "the formula takes the layers as equal and the first step (embedding) and the last (logits) as nothing."
+    f"Layer by layer hides **{hidden:.0%}** of what sending whole adds (median; the formula's most is "
+    f"{1 - 1 / shape.n_layers:.0%}). Median error of the two formulas: {formula_error:.1%}; they take the layers as equal, and "
+    "the first step (embedding) and the last (logits) as nothing."
 )
 
 # %% [markdown]
 # ### When a side is gone
 #
-# Four things that happen in every cluster: nobody listens; the sender dies in the middle; the two sides run different
-# models; and a receiver that goes away. Each must end in a sentence, soon.
+# Five things that happen in every cluster: nobody listens; nobody sends; the sender dies in the middle; the receiver goes
+# away; the two sides run different models. Each must end in a sentence, soon.
 
 
 # %% tags=["algorithm"]
@@ -581,6 +594,7 @@ refused = told(
 )
 failures = {
     "nobody listens": refused,
+    "nobody sends": told(lambda: decode_peer.do(decode_instance, port=free_port(), n_tokens=4, timeout_s=0.5)),
     "sender dies in the middle": receiver_hears(models.kv_bytes(config, 8, dtype=run.dtype) // shape.n_layers),
     "another model at the other end": receiver_hears(12345),
     "receiver hangs up": sender_hears(),
@@ -627,7 +641,7 @@ figure = plots.lines(
     x="KiB a block",
     y="GB/s",
     hue="link",
-    title=f"{show_bytes(TOTAL)} in scattered blocks, loopback",
+    title=f"{show_bytes(TOTAL)} in strided blocks, loopback, best of {run.profile.repeats}",
     xlabel="KiB in a block",
     ylabel="GB/s",
     log_x=True,
@@ -666,16 +680,18 @@ print(f"a block of {BLOCK} tokens of one layer of this model: {layer_block / 102
 fits.round(3)
 
 # %% [markdown]
-# Small blocks are paid by the piece. That is why engines lay a block's keys and values of all layers side by side where
-# they can (one long descriptor instead of sixty short ones), and why a block of 16 tokens of a GQA model is a poor unit
-# on a network.
+# Small blocks are paid by the piece: the plain socket pays a call into the system for each, NIXL (over TCP, preparing the
+# list included) a descriptor. A network card pays less for one, but it pays. That is why engines lay a block's keys and
+# values of all layers side by side where they can (one long descriptor instead of sixty short ones), and why a block of 16
+# tokens of a GQA model is a poor unit on a network.
 
 # %% [markdown]
 # ## The data plane's price
 #
 # Loopback and a 135M model say little about a cluster. But the share $kF/2PB$ needs three numbers of a model and two of a
-# machine. **Everything in this section is computed** from published rates and real configurations; only the loopback row was
-# measured. Attention's own work, $2 L \, n_\mathrm{q\,heads} d_\mathrm{head} \, n^2$ for causal attention, is in it now.
+# machine. **Everything in this section is computed** from published rates and real configurations; only the loopback column
+# was measured (the plain socket's best rate above). Attention's own work, $2 L \, n_\mathrm{q\,heads} d_\mathrm{head} \,
+# n^2$ for causal attention, is in it now.
 
 
 # %% tags=["algorithm"]
@@ -689,11 +705,11 @@ def transfer_share(n, kv_token, flops_needed, flops_per_second, bytes_per_second
     return (n * kv_token / bytes_per_second) / (flops_needed / flops_per_second)
 
 
-def break_even_bandwidth(n, kv_token, flops_needed, flops_per_second, n_layers=1):
+def break_even_bandwidth(n, kv_token, flops_needed, flops_per_second):
     """Bytes a second at which a transfer takes as long as the prefill.
 
-    Below it, recomputing on the decode side would be as quick as fetching. With `n_layers` above 1: the bandwidth from which
-    on a transfer layer by layer is hidden but for one layer. It is the same number: both ask for t = c.
+    Below it, recomputing on the decode side is quicker than fetching. From it on, a transfer layer by layer is hidden but for
+    one layer: both ask for t = c.
     """
     return n * kv_token * flops_per_second / flops_needed
 
@@ -714,8 +730,9 @@ MODELS = {
     "Llama-3-70B (GQA, KV in 8 bits)": model_of(70.6e9, "fp8", **LLAMA3),
     "DeepSeek-V3 (MLA, 37B active)": model_of(37e9, **DEEPSEEK),
 }
-# Bytes a second in one direction. Published: Ethernet, PCIe 4.0 x16, a 400 Gb/s network card, half of NVLink 4's 900 GB/s.
-LINKS = {"10 GbE": 1.25e9, "loopback (measured here)": loop_bandwidth, "PCIe 4.0 x16": 31.5e9, "RDMA 400 Gb/s": 50e9}
+# Bytes a second in one direction. Published: Ethernet, PCIe 5.0 x16, a 400 Gb/s network card, half of NVLink 4's 900 GB/s.
+loopback = 1e9 * float(speeds[speeds["link"] == "TCP socket"]["GB/s"].max())
+LINKS = {"10 GbE": 1.25e9, "loopback (measured here)": loopback, "PCIe 5.0 x16": 63e9, "RDMA 400 Gb/s": 50e9}
 LINKS["NVLink 4"] = 450e9
 
 
@@ -752,7 +769,7 @@ even.map(lambda v: f"{show_bytes(v)}/s")
 # First table: transfer over prefill at 4,096 tokens, one H100 at half its peak. (With several GPUs and a network card for
 # each, numerator and denominator shrink alike.) Second table: the bandwidth below which the wire takes as long as the
 # arithmetic. A *smaller* model can need the faster link: what counts is cache over parameters. GQA, MLA and KV in 8 bits
-# act on $k$ and nothing else.
+# act on $k$, and hardly on the arithmetic.
 
 # %%
 curve = [
@@ -770,6 +787,7 @@ figure = plots.lines(
     xlabel="prompt tokens",
     ylabel="% of the prefill",
     log_x=True,
+    log_y=True,
 )
 run.figure(figure, "price", curve)
 
@@ -781,7 +799,8 @@ run.figure(figure, "price", curve)
 # Layers with a recurrent state (Mamba, gated delta nets) have no cache that grows. Qwen3-Next keeps one attention layer
 # in four; the others hold a state of fixed size: for each value head a matrix of key dimension times value dimension, and
 # the last few inputs of a short convolution. The sizes come from the configuration class that Transformers ships for the
-# model (its defaults are the 80B-A3B's); a tiny model of the same class is run for the bytes. Both in a peer.
+# model (its defaults are the 80B-A3B's); a tiny model of the same class (fp32) is run, on at most 64 tokens,
+# and its tensors are counted. Both in a peer.
 
 
 # %% tags=["algorithm"]
@@ -837,29 +856,33 @@ assert (hybrid["tiny, counted"] == hybrid["tiny, formula"]).all()
 hybrid["sent"] = hybrid["state"] + hybrid["kv"]
 hybrid["of all attention"] = hybrid["sent"] / hybrid["all attention"]
 at_32k = float(hybrid.set_index("tokens").loc[32768, "of all attention"])
-run.measured("percent_hybrid_state_of_kv", 100 * at_32k, "%")
+run.measured("percent_hybrid_of_attention", 100 * at_32k, "%")
 sized = ["state", "kv", "sent", "all attention"]
 display(hybrid.assign(**{c: hybrid[c].map(show_bytes) for c in sized}).round(3))
 crossing = hybrid[hybrid["sent"] < hybrid["all attention"]]["tokens"].min()
 Markdown(
-    f"The state is {show_bytes(hybrid['state'].iloc[0])} at every length (bf16; the recurrent part is twice that where it is "
-    f"kept in fp32). At 32k tokens the hybrid sends **{at_32k:.0%}** of what the same model with attention in every layer would. "
-    f"For short prompts it sends *more*: of the lengths above, it pays from {crossing} tokens on."
+    f"The state is {show_bytes(hybrid['state'].iloc[0])} at every length (all in bf16, vLLM's default; Transformers keeps the "
+    "recurrent part in fp32 also for a bf16 model, nearly twice that; vLLM keeps one input of the convolution less). At 32k "
+    f"tokens the hybrid sends **{at_32k:.0%}** of what the same model with attention in every layer would. For short prompts it "
+    f"sends *more*: of the lengths above, it pays from {crossing} tokens on."
 )
 
 # %% [markdown]
 # ## The real system
 #
-# Two vLLM engines, a prefill and a decode server, joined by NIXL. `PDPair` starts both and ends both, whatever happens. On
-# this kind of machine NIXL moves blocks of host memory over TCP; with two GPUs the same cells take one each, and NIXL moves
-# GPU memory. `vllm serve` would put an API server of its own beside each engine; two of those do not fit into 3 GiB, so
-# a thin HTTP front end of the course answers from within the engine's process. Scheduler, model and connectors are vLLM's.
+# Two vLLM engines, a prefill and a decode server, joined by NIXL. `PDPair` starts both and ends both, whatever happens in
+# between (they stay for the next cells; a kernel that ends takes them along). On this kind of machine NIXL moves blocks of
+# host memory over TCP; with two GPUs the same cells take one each, and NIXL moves GPU memory. `vllm serve` would put an API
+# server of its own beside each engine; two of those do not fit into 3 GiB, so a thin HTTP front end of the course answers
+# from within the engine's process. Scheduler, model and connectors are vLLM's.
 #
 # One trap first. NIXL's progress thread spins: it looks for work without a pause, on a core of its own. On a server with
 # a hundred cores nobody notices; on two it takes half of the machine from the models, and every pause below would be its
 # doing. On a CPU the course's server lets it sleep half a millisecond between two looks.
 
 # %%
+if "servers" in globals():
+    servers.close()  # run twice, the first pair must not stay
 servers, pair = ExitStack(), None
 why = pd_servers.refusal("nixl") or ""
 N_READERS, READ, DOCUMENT = 4, 2 * run.profile.max_tokens, max_len // 2
@@ -956,8 +979,11 @@ if pair:
     alone = said(pd_servers.stream(pair.prefill.url, ask_for(40, 150)))  # for the control further down
     singles = [said(pd_servers.stream(pair.prefill.url, ask_for(i, n))) for i, n in PROBES]
     before = pair.decode.counters()
+    pair.decode.control(forget=True)
     doubles = [said(route(ask_for(i, n))) for i, n in PROBES]
     probe_steps = pair.prefill.steps()  # prompts of several lengths alone, for the cost of a step further down
+    positions = sum(n for _, _, spans in pair.decode.steps() for _, n in spans)
+    again_there = positions - len(PROBES) * (N_OUT - 1)  # without those of generated tokens: prompt positions that ran
     grown = difference(before, pair.decode.counters())
     same_nixl = quality.greedy_agreement(singles, doubles, "held against one vLLM server, greedy")
     moved, n_sent = grown.get("vllm:nixl_bytes_transferred_sum", 0.0), sum(n for _, n in PROBES)
@@ -965,14 +991,19 @@ if pair:
     received = grown.get(SOURCE % "external_kv_transfer", 0.0)
     blocks = sum(-(-n // BLOCK) for _, n in PROBES)
     due_bytes = models.kv_bytes(config, blocks * BLOCK, dtype=SERVER_DTYPE)
-    run.measured("percent_prompt_computed_by_decode", 100 * computed / n_sent, "%")
+    run.measured("percent_prompt_computed_by_decode", 100 * again_there / n_sent, "%")
     display(pd.Series(grown).filter(like="source").rename("prompt tokens of the decode server").to_frame())
     print(f"identical outputs: {same_nixl.value:.0%} of {len(PROBES)} prompts")
-    print(f"prompt tokens: {n_sent} sent, {received:.0f} received, {computed:.0f} computed by the decode server")
+    print(
+        f"prompt tokens: {n_sent} sent, {received:.0f} received, {computed:.0f} computed (the decode server's counters)"
+    )
+    print(f"prompt positions that ran there, by its log of steps: {again_there}")
     print(f"bytes: {moved:.0f} moved by NIXL; {blocks} whole blocks of {BLOCK} tokens are {due_bytes}")
 
 # %% [markdown]
-# NIXL moves whole blocks, so the bytes are the formula's at the next multiple of the block size.
+# NIXL moves whole blocks, so the bytes are the formula's at the next multiple of the block size. The counters are filled
+# when a request is planned, before its blocks are fetched: they miss the one position of each prompt that runs again. The
+# log of steps, which the course's server keeps, has it.
 #
 # ### Interference, measured
 #
@@ -1069,13 +1100,40 @@ if pair:
         )
     )
 
+# %%
+if pair:
+    pictured = []
+    for way, part in by_way.items():
+        turn = part.sort_values("longest pause")["turn"].iloc[len(part) // 2]  # the run with the median pause
+        record = next(record for w, t, record, _ in runs if (w, t) == (way, turn))
+        document = next(trace for trace in record.traces if trace.request_id == "document")
+        reader = max(
+            (trace for trace in record.traces if trace is not document), key=lambda trace: max(trace.chunk_gaps)
+        )
+        came = [chunk.time - document.scheduled for chunk in reader.token_chunks][1:]
+        pictured += [{"way": way, "at": at, "gap": 1e3 * gap} for at, gap in zip(came, reader.chunk_gaps, strict=True)]
+    pictured = pd.DataFrame(pictured)
+    figure = plots.lines(
+        pictured,
+        x="at",
+        y="gap",
+        hue="way",
+        title="A reader's tokens while a document is read (vLLM)",
+        xlabel="seconds since the document came",
+        ylabel="ms since the token before",
+        log_y=True,
+    )
+    display(run.figure(figure, "gaps", pictured))
+
 # %% [markdown]
 # Cutting the prompt shortens the pause too, and needs no second engine and no link. What disaggregation adds is that the
-# pause does not depend on a budget at all. What it takes is half of the machines away from decoding: see below.
+# pause does not depend on a budget at all. What it takes is half of the machines away from
+# decoding. With four readers one engine is enough, so the ledger below does not show that price; "Cluster scale" does.
 #
 # ## Ledgers
 #
-# One variable changed: the router. Same engines, same workload, same memory.
+# One variable changed: the router. Same engines, same workload, same memory; the first run of each way. The TTFT is that of
+# all five requests: the readers' short prompts, too, now queue for one engine instead of two.
 
 
 # %%
@@ -1153,7 +1211,8 @@ why or pd.DataFrame([{"what": what, "ends in": m, "after": show_seconds(s)} for 
 #
 # ## A control that should not help
 #
-# Is the cache that arrives really *used*? If the decode server secretly recomputed, all of the above would look the same.
+# Is the cache that arrives really *used*? A decode server that secretly recomputed would give the same answers. For NIXL the
+# log of steps speaks against it; blocks in another process's memory are hard to falsify. Files are not.
 # So: a second pair, joined by a shared folder (vLLM's `ExampleConnector`: a file for each layer). Prefill, look at the
 # answer; then set every stored key and value to zero, and ask again. If the answer does not change, nobody read the
 # files. And a file that is cut in half must not be taken for a cache.
@@ -1186,14 +1245,21 @@ if pair:
         control["the same, set to zero"] = said(pd_servers.stream(folder_pair.decode.url, body))
         corrupt(folder_pair.folder, "cut")
         cut_files = told(lambda: said(pd_servers.stream(folder_pair.decode.url, body, timeout_s=20.0)))
+        time.sleep(1.0)
+        afterwards = told(lambda: pd_servers.ask(folder_pair.decode.url, "/health", timeout_s=5.0))[0]
     same_folder, same_zero = (tokens == alone for tokens in control.values())
     external = grown_folder.get(SOURCE % "external_kv_transfer", 0.0)
     print(f"{n_files} files, one for each layer; {external:.0f} of 150 prompt tokens came from them")
     print(f"answer as from one server: {same_folder}; with zeros in the files: {same_zero}")
     print(f"files cut in half: {cut_files[0]}")
+    print(f"and the server, a second later: {afterwards}")
     assert same_folder and not same_zero and cut_files[0] != "no error"
 
 # %% [markdown]
+# A file that was cut is not taken for a cache, but look at how: this example connector raises in the middle of a step, and the
+# whole decode server ends with it, other people's requests too. The failure policy above covers blocks that a connector
+# *reports* as missing.
+#
 # ## Cluster scale
 #
 # Two engines on one machine show the mechanism. How many machines should read prompts, how many should write, and is
@@ -1322,15 +1388,17 @@ print(source("steps"), kernels["versions"])
 pd.DataFrame(rows).set_index("2 x").round(1)
 
 # %% [markdown]
-# **What does a step cost that does both?** Dynamo's replay adds the two parts in full; a real engine reads its weights once for
-# both. (The cost above can do either: `weights_once`.) The interference runs kept every step of two real engines. So: the
-# six numbers of *this* machine's engine from steps that only read or only decode; then the mixed steps, which the fit did
-# not see, by either rule.
+# **What does a step cost that does both?** Dynamo's replay adds the two parts in full; a real engine reads its weights once
+# for both. (The cost above can do either: `weights_once`.) The interference runs kept every step of two real engines. So:
+# the six numbers of *this* machine's engine from steps that only read or only decode; then the mixed steps, which the fit
+# did not see, by either rule.
 
 # %%
 mixed_steps = pd.DataFrame()
 if runs:
-    reads = [(spans[0][1], s) for _, s, spans in probe_steps[1:] if len(spans) == 1 and spans[0][0] == 0]
+    all_steps = [step for _, _, _, steps in runs for engine in steps.values() for step in engine]
+    lone = [(*spans[0], s) for _, s, spans in probe_steps[1:] + all_steps if len(spans) == 1]
+    reads = [(n, s) for position, n, s in lone if position == 0 and n > 1]
     writes = [
         (len(spans), float(np.mean([position + 1 for position, _ in spans])), s)
         for way, _, _, steps in runs
@@ -1338,13 +1406,12 @@ if runs:
         if way == "apart" and all(n == 1 for _, n in spans)
     ]
     here, rows = GpuCost.fit(reads, writes), []
-    for _, _, _, steps in runs:
-        for _, s, spans in [step for engine in steps.values() for step in engine]:
-            pieces, contexts = [span for span in spans if span[1] > 1], [a + 1 for a, n in spans if n == 1]
-            if pieces and contexts:
-                added = here.seconds(pieces, len(contexts), sum(contexts))
-                row = {"prompt tokens in the step": sum(n for _, n in pieces), "measured": s, "in full": added / s}
-                rows.append({**row, "weights once": (added - here.decode[0]) / s})
+    for _, s, spans in all_steps:
+        pieces, contexts = [span for span in spans if span[1] > 1], [a + 1 for a, n in spans if n == 1]
+        if pieces and contexts:
+            added = here.seconds(pieces, len(contexts), sum(contexts))
+            row = {"prompt tokens in the step": sum(n for _, n in pieces), "measured": s, "in full": added / s}
+            rows.append({**row, "weights once": (added - here.decode[0]) / s})
     mixed_steps = pd.DataFrame(rows).groupby("prompt tokens in the step").agg(["median", "count"])
     mixed_steps = mixed_steps[mixed_steps["measured", "count"] >= 3].drop(
         columns=[("in full", "count"), ("weights once", "count")]
@@ -1806,7 +1873,7 @@ Markdown(
     f"**Documents.** ITL p99 is **{itl_gain:.1f} times** shorter split (2 + 2) than mixed with whole prompts, "
     f"{itl_gain_chunked:.1f} times shorter than mixed with chunks; TTFT is "
     f"{docs.loc['2 + 2', 'TTFT mean'] / docs.loc['4 mixed', 'TTFT mean']:.2f} times as long as mixed. **The rush.** "
-    f"The wrong split meets {rush.loc['2 + 2', 'met']:.0%}, none {rush.loc[['4 mixed', CHUNKED], 'met'].max():.0%}, "
+    f"The wrong split meets {rush.loc['2 + 2', 'met']:.0%}, no split {rush.loc[['4 mixed', CHUNKED], 'met'].max():.0%}, "
     f"the right one (3 + 1) {rush.loc['3 + 1', 'met']:.0%}. **Long answers.** Chunks on four mixed workers meet "
     f"{long_answers.loc[CHUNKED, 'met']:.0%}, the best split ({best_split}) "
     f"{long_answers.loc[best_split, 'met']:.0%}: there is hardly anything to read, and readers cannot write."
@@ -1900,7 +1967,7 @@ def highest_goodput(make_cluster, make_jobs, ttft, tpot, low=0.05, share=0.9, pr
 
 
 # %%
-def load_of(lengths, seconds=15, seed=1):
+def load_of(lengths, seconds=40, seed=1):
     """A function of the rate: fresh jobs for `seconds` of load (at least 300), the same draws at every rate."""
     return lambda rate: [ClusterJob(*r) for r in poisson_requests(max(300, round(seconds * rate)), rate, lengths, seed)]
 
@@ -1971,7 +2038,7 @@ LINK = (KV_BYTES, 50e9)
 SWEPT = {
     "documents": (load_of(DOCUMENTS), 1.0, 0.025),
     "chats": (load_of(CHATS), 0.4, 0.025),
-    "long answers": (load_of([(256, 1000)]), 0.4, 0.025),
+    "long answers": (load_of([(256, 1000)], 80), 0.4, 0.025),  # such an answer takes twenty seconds
 }
 rows = []
 for load, (make_jobs, ttft, tpot) in SWEPT.items():
@@ -2026,8 +2093,8 @@ Markdown(
 )
 
 # %% [markdown]
-# **And a slow link?** The same split of the same documents, with links of less and less bandwidth, and what a user sees between
-# the first token and the second at a third of the highest load:
+# **And a slow link?** The same split of the same documents, with links of less and less bandwidth, and what a user sees
+# between the first token and the second at a third of the highest load:
 
 # %%
 n_read = int(best.loc["documents", "prefill instances of 8"])
@@ -2044,8 +2111,9 @@ slow_links = pd.DataFrame(rows).set_index("link of each reader")
 slow_links.round(3)
 
 # %% [markdown]
-# The transfer falls between the first token and the second. TTFT does not see it, TPOT spreads it over the whole answer; only
-# the first gap shows it, until the link is full. Ask a disaggregated system for its gaps, not for its averages.
+# Here, as in DistServe, the first token comes from the prefill engine, so the transfer falls between the first token and the
+# second. TTFT does not see it, TPOT spreads it over the whole answer; only the first gap shows it, until the link is full.
+# Ask a disaggregated system for its gaps, not for its averages.
 #
 # ### Splitwise: not all machines need to be the best
 #
@@ -2092,7 +2160,7 @@ SPLITWISE_LIMITS = {"strict (TPOT 30 ms)": (0.5, 0.03), "loose (TPOT 60 ms)": (1
 rows = []
 for limits, (ttft, tpot) in SPLITWISE_LIMITS.items():
     for design, name, make in designs:
-        rate = highest_goodput(make, load_of(CHATS, 10), ttft, tpot, low=8.0, precision=0.05)
+        rate = highest_goodput(make, load_of(CHATS, 30), ttft, tpot, low=8.0, precision=0.05)
         rows.append({"limits": limits, "design": design, "fleet": name, "requests/s": rate})
 fleets = pd.DataFrame(rows)
 best_fleets = fleets.loc[fleets.groupby(["limits", "design"], sort=False)["requests/s"].idxmax()].set_index(
@@ -2557,7 +2625,7 @@ Markdown(
 # %% [markdown]
 # ## Where it loses
 #
-# - **Long answers, short prompts**: hardly anything to read, and readers cannot write (replay, kernel times and ours agree).
+# - **Long answers, short prompts**: hardly anything to read, and readers cannot write (replay and kernel times agree; ours finds no gain).
 # - **Few machines**: the split comes in whole machines.
 # - **A load that changes**: the best split of one load was not that of another; somebody must move machines while it
 #   runs.
@@ -2625,8 +2693,9 @@ run.claim(
 )
 run.claim(
     "nixl-nothing-recomputed",
-    bool(computed == 0 and received == n_sent and moved == due_bytes) if pair else None,
-    f"{received:.0f} of {n_sent} prompt tokens received, {computed:.0f} computed; {moved:.0f} bytes, the formula says {due_bytes}"
+    bool(computed == 0 and received == n_sent and moved == due_bytes and again_there == len(PROBES)) if pair else None,
+    f"{received:.0f} of {n_sent} prompt tokens received, {computed:.0f} computed by the counters, {again_there} positions by "
+    f"the log of steps (the last of each prompt); {moved:.0f} bytes, the formula says {due_bytes}"
     if pair
     else "",
     reason=why,
@@ -2987,7 +3056,8 @@ run.check("13.5", meeting_point)
 #
 # - **Compare at equal hardware.** One engine against two proves nothing. Above both sides had the same two engines.
 # - **Chunked prefill is the honest rival**, not whole prefill. Much of the interference goes without a second machine.
-# - **Look at the gap after the first token.** The transfer hides there, and neither TTFT nor TPOT shows it well.
+# - **Know where the transfer hides.** If the prefill instance answers the first token, it hides in the first gap, and neither
+#   TTFT nor TPOT shows it well. If the decode instance makes the first token (vLLM above), it is in TTFT.
 # - **Count what the decode side computed.** A fallback to recomputing gives right answers and false conclusions.
 # - **A spinning thread is somebody's core.** Transfer libraries poll; on a small machine that is the interference you
 #   measure.
