@@ -2625,7 +2625,8 @@ Markdown(
 # %% [markdown]
 # ## Where it loses
 #
-# - **Long answers, short prompts**: hardly anything to read, and readers cannot write (replay and kernel times agree; ours finds no gain).
+# - **Long answers, short prompts**: hardly anything to read, and readers cannot write (replay and kernel times agree; ours
+#   finds no gain).
 # - **Few machines**: the split comes in whole machines.
 # - **A load that changes**: the best split of one load was not that of another; somebody must move machines while it
 #   runs.
