@@ -31,8 +31,8 @@ run
 # %% [markdown]
 # ## What fails without it
 #
-# The plainest way: give each group of 64 neighbouring weights a scale, and round. What does the model say at 16, 4, 3 and 2
-# bits?
+# The plainest way: give each group of 64 neighbouring weights a scale, and round to the nearest code (**RTN**). What does the
+# model say at 16, 4, 3 and 2 bits?
 
 # %%
 import contextlib
@@ -118,7 +118,8 @@ run.predict(
 # $$\|X\Delta^\top\|^2 = \tfrac n2\,\mathrm{tr}\big(\Delta\, H\, \Delta^\top\big), \qquad \Delta = W - \hat W, \qquad
 # H = \tfrac 2n X^\top X .$$
 #
-# $H$ says which errors matter. It has two lessons in it, and each made a paper.
+# $H$ says which errors matter: it is the **Hessian** of the mean squared error in the weights of a row. It has two lessons in it,
+# and each made a paper.
 #
 # - *Off the diagonal: inputs go together.* If two inputs are correlated, an error at one can be made good at the other.
 #   **GPTQ** rounds column after column and moves the columns that are still free.
@@ -192,7 +193,8 @@ for settings in (dict(bits=4, group_size=128), dict(bits=1, group_size=64)):
 # ### What the layers see
 #
 # `Calibration` listens at the inputs of linear layers while text runs through the model, and keeps $H$, the largest and
-# the mean magnitude of each input. Layers that read the same tensor (q, k, v; gate, up) share one $H$.
+# the mean magnitude of each input. Layers that read the same tensor (q, k, v; gate, up) share one $H$. (What is summed here is
+# divided by the number of tokens at the end.)
 
 # %%
 show(q.Calibration._see)
@@ -766,9 +768,9 @@ def clip_groups(w, hessian, bits, group_size, symmetric=False, n_grid=20, max_sh
 
 
 # %% [markdown]
-# The inputs must be divided by the same $s$, at no cost: in whatever makes them. For q, k and v that is the norm before,
-# for down it is up. For o it would be v, whose outputs several heads share under GQA. Then it cannot be done exactly with a
-# free scale for each input (one scale shared by the heads of a group would do), and o gets no scales here.
+# The inputs must be divided by the same $s$, at no cost: in whatever makes them. For q, k, v and for gate, up that is the
+# norm before, for down it is up. For o it would be v, whose outputs several heads share under GQA. Then it cannot be done
+# exactly with a free scale for each input (one scale shared by the heads of a group would do), and o gets no scales here.
 
 
 # %% tags=["algorithm"]
@@ -816,8 +818,8 @@ def awq_block(block, layers, seen, bits, group_size, n_grid=20, clip=True, scale
 
 
 # %% [markdown]
-# Three checks on one block before the whole model is touched. Folding alone changes nothing. The search never loses to
-# $\alpha = 0$. And the scales are large where inputs are.
+# Two checks on one block before the whole model is touched. Folding alone changes nothing. And on the calibration text the
+# search never loses to $\alpha = 0$.
 
 # %%
 first = "self_attn.q_proj"
@@ -864,9 +866,10 @@ awq_packed = quantized(AWQ, partial(awq_block, bits=4, group_size=64, n_grid=N_G
 # %% [markdown]
 # ## Export: a checkpoint that others can read
 #
-# Nothing so far has saved a byte: the model holds floats that happen to lie on grids. A *checkpoint* holds codes, eight of
-# them in an `int32`. Three layouts are common. They differ in which axis is packed and in which order, and in what else
-# they hold: zeros as they are, minus one, or not at all where the grid is symmetric; and each input's group, or not.
+# Nothing so far has saved a byte: the model holds floats that happen to lie on grids (*fake quantization*). A *checkpoint*
+# holds codes, eight of them in an `int32`. Three layouts are common. They differ in which axis is packed and in which order,
+# and in what else they hold: zeros as they are, minus one, or not at all where the grid is symmetric; and each input's
+# group, or not.
 #
 # | layout | codes | zeros | besides | who writes it |
 # | --- | --- | --- | --- | --- |
@@ -1024,7 +1027,8 @@ def read_checkpoint(folder, model):
 
 
 # %% [markdown]
-# **What is judged is what stands in the file**: each checkpoint is read back into the model first.
+# **What is judged is what stands in the file**: each checkpoint is read back into the model first. (GPTQ's row was judged
+# before; that its file holds the same weights is asserted when it is read back.)
 
 # %%
 GPTQ_PACKED, AWQ_PACKED = f"{GPTQ}, pack-quantized", f"{AWQ}, pack-quantized"
@@ -1068,8 +1072,8 @@ pd.Series({k: show_bytes(v) for k, v in n_bytes.items()}, name="bytes of the wei
 #
 # ### Other measures of quality
 #
-# Perplexity is one number over one text. Four small tasks beside it: facts, sums, lines of code, and a number hidden in a
-# longer text, all with four choices. They are few, so read the intervals before the values.
+# Perplexity is one number over one text. Four small tasks beside it: facts, maths (sums), lines of code, and a number hidden
+# in a longer text, all with four choices. They are few, so read the intervals before the values.
 
 # %%
 from helpers.choice_tasks import choice_tasks, task_accuracies
@@ -1136,8 +1140,8 @@ pd.DataFrame(sweep).round(2)
 #
 # ### Transformers reads it
 #
-# Two folders are in compressed-tensors' layout, which Transformers loads in this environment. Same weights, so the same
-# logits, up to the precision in which a library multiplies code and scale.
+# Two folders are `pack-quantized`, a layout of the library compressed-tensors, which Transformers loads here. Same weights,
+# so the same logits, up to the precision in which a library multiplies code and scale.
 
 # %%
 passage = evaluation[None, :64].to(device)
@@ -1155,7 +1159,7 @@ for label in (GPTQ_PACKED, AWQ_PACKED):
     apart = (ours_logits - their_logits).abs().max().item()
     agree = (ours_logits.argmax(-1) == their_logits.argmax(-1)).float().mean().item()
     assert apart < TRANSFORMERS_BOUND and agree >= 0.95, (label, apart, agree)
-    print(f"{label}: logits differ by {apart:.1e} at most (bound {TRANSFORMERS_BOUND}), same first token: {agree:.0%}")
+    print(f"{label}: logits differ by {apart:.1e} at most (bound {TRANSFORMERS_BOUND}), same first choice: {agree:.0%}")
 
 # %% [markdown]
 # ### vLLM serves it
@@ -1163,7 +1167,8 @@ for label in (GPTQ_PACKED, AWQ_PACKED):
 # `vllm serve` on the folder with our own GPTQ, a handful of chat prompts, greedy. Judge: the fake-quantized model in this
 # process. Is the served token also its first choice, given the same tokens before? The server computes in 16 bits, so
 # near-ties may fall the other way. How many near-ties there are depends on the answers, so a share out of the air proves
-# nothing; a control is needed: the *unquantized* model in the same engine, judged by the unquantized model in this process.
+# nothing; a control is needed: the *unquantized* model in vLLM, judged by the unquantized model in this process. (Its prompts
+# are the speed table's pieces of prose, not these chats: it says how common near-ties are, not how many these answers hold.)
 # (When this notebook was written, a fixed bound of 95 % first choices was missed narrowly, with small gaps; hence the
 # control.) The bound: no token that the judge puts more than half a logit below its first choice, and a share of first
 # choices at most 5 points below the control's. The control comes with the engines of the speed table, the verdict in the
@@ -1248,8 +1253,9 @@ if served:
 # %% [markdown]
 # ### How fast?
 #
-# Three engines, one workload each for prefill and decode, the same prompts. First without any model: one product, 4-bit
-# kernel against bf16. vLLM says itself which kernel it takes on which machine, and why not the others.
+# Three engines, a workload for prefill and two for decode (one request, eight at once), the same prompts. First without any
+# model: one product, 4-bit kernel against bf16. vLLM says itself which kernel it takes on which machine, and why not the
+# others.
 
 # %%
 from helpers.errors import CourseError
@@ -1266,7 +1272,8 @@ if report:
     short = kernels.assign(says=np.where(kernels["runs_here"], "yes", "no"), needs=kernels["min_capability"])
     short["weights"] += ", g" + short["group_size"].astype(str)
     display(short.pivot_table(index=["platform", "kernel", "needs"], columns="weights", values="says", aggfunc="first"))
-print(why_no_kernels)
+if why_no_kernels:
+    print(why_no_kernels)
 
 # %% [markdown]
 # **Table two of three: hardware.** It was not written down from documentation, it was asked. `needs` is the compute
@@ -1369,7 +1376,9 @@ pd.DataFrame(rows).T if rows else print(f"not run here: {vllm_capability.reason}
 # %% [markdown]
 # ## Ledgers
 #
-# One variable changed: the checkpoint. The quality on the cards is that of the weights in it.
+# One variable changed: the checkpoint. The quality on the cards is that of the weights in it. Peak memory is that of the
+# engine's process: its libraries and its KV cache do not shrink with the weights, so a small model shows little of the
+# saving.
 
 # %%
 cards = {
@@ -1451,12 +1460,13 @@ columns = ["tool", "version", "seconds", "perplexity", "beside", "ours", "not ru
 tools = pd.DataFrame(compared["rows"]).reindex(columns=columns)
 tools.insert(6, "ours / theirs", tools["ours"] / tools["perplexity"])
 display(Markdown(f"**{where}**"))
-tools.round(3).astype(object).where(tools.notna(), "")
+shown = tools.dropna(axis=1, how="all")
+shown.round(3).astype(object).where(shown.notna(), "")
 
 # %% [markdown]
 # A text of the length that the protocol says leaves noise: a ratio that is off by a few per cent ranks nobody.
 #
-# Two rows deserve a word.
+# Two things deserve a word.
 #
 # **auto-gptq and AutoAWQ are archived.** Their last releases (0.7.1 and 0.2.9) set no upper bound on Transformers; this
 # course runs them with 4.51.3, the last that they run with. Successors, as of 2026:
@@ -1548,7 +1558,7 @@ sensitivity.map("{:.1%}".format)
 #
 # ### Where it loses
 #
-# - **Two bits.** The sweep above has a line for rounding, the table by layer one for GPTQ. Neither is a model one would use.
+# - **Two bits.** The sweep above has a line for rounding, the table by layer columns for GPTQ. Nobody would use such a model.
 # - **Prefill, and large batches.** The weights are read once for many tokens; reading them faster buys little, unpacking
 #   costs.
 # - **Decode at batch 1, too,** on a machine or at a size where the step is not the reading of weights, or the kernel is not
@@ -1672,8 +1682,8 @@ def checkpoint_bytes(shapes, bits, group_size, symmetric, other_elements):
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>Count groups first: rows times groups in a row. Round each layer's bits up to bytes, codes and
-# zeros each on their own.</details>
+# <details><summary>Hint</summary>Count groups first: rows times groups in a row. Round each layer's bits up to bytes, codes
+# and zeros each on their own.</details>
 
 
 # %% tags=["solution"]

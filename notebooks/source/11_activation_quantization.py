@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11 · Activation quantization
 #
-# **Weights fit into eight bits almost for free. Why do activations not, and what makes them?**
+# **Weights fit into eight bits almost for free. Why do activations not, and what makes them fit?**
 #
 # Notebook 10 made weights small, and computed in 16 bits as before. To *multiply* in eight bits or four, the inputs of each
 # layer must be small integers too. A weight can be looked at for hours before it is stored. An activation is new for every
@@ -111,9 +111,10 @@ Markdown(f"Original model: perplexity **{original.value:.2f}** ({original.protoc
 #
 # The failure needs a few lines, and they serve to the end of the notebook. A **scale** $s$ and a code $q$ stand for the value
 # $s \cdot q$. With $b$ bits and $m = 2^{b-1} - 1$, the scale is $s = \max|x| / m$ and the code is $q = \mathrm{round}(x / s)$,
-# from $-m$ to $m$. (Notebook 10's grids use all $2^b$ codes; integer units want a zero that is a zero, and give one code away.)
-# All of a tensor can share a scale, or each **row** has its own: a row of an input is a token, a row of a weight is an output
-# channel. Both may be taken out of the sum over $k$:
+# from $-m$ to $m$. (Notebook 10's grids use all $2^b$ codes, and a zero $z$ is subtracted from them. In a product of two
+# such tensors each $z$ would cost a sum of its own, so here $z = 0$, the range is the same on both sides, and one code is
+# given away.) All of a tensor can share a scale, or each **row** has its own: a row of an input is a token, a row of a
+# weight is an output channel. Both may be taken out of the sum over $k$:
 #
 # $$ y_{ij} = \sum_k x_{ik} w_{jk} \approx s^x_i\, s^w_j \sum_k q^x_{ik}\, q^w_{jk} , $$
 #
@@ -259,7 +260,8 @@ run.predict(
 # %% [markdown]
 # ## The idea
 #
-# Four ways round a column that is too large, all exact in real arithmetic:
+# Four ways round a column that is too large. The first three rewrite the product and are exact in real arithmetic; the last is
+# another kind of code:
 #
 # | way | what is changed | who |
 # | --- | --- | --- |
@@ -444,11 +446,13 @@ for method, bits, weights, inputs in (
 pd.DataFrame(table)[["method", "perplexity", "KL"]].round(4)
 
 # %% [markdown]
-# Scales of weights decide little while the inputs of whole layers are rounded to zero: the two static rows may even come in
-# either order. Dynamic scales for a whole tensor help a little, as long as one massive token is in it. A scale for each *token*
-# keeps the massive tokens from the others, and most of the loss is gone.
-# **So whoever compares with "naive W8A8" must say whose scale it had.** SmoothQuant's paper compares with one scale for each
-# tensor, taken at run time, and its first setting, O1, has a scale for each token itself.
+# While the inputs of whole layers are rounded to zero, finer scales of weights cannot save the model, whatever the distance
+# of the two static rows. Dynamic scales for a whole tensor help a little, as long as one massive token is in it. A scale for
+# each *token* keeps the massive tokens from the others, and most of the loss is gone. **Here**: in table 1 of SmoothQuant's
+# paper a scale for each token helps OPT no more than one for the tensor (175B: 31.7 and 32.3 % accuracy, 71.6 % in FP16).
+# There the outliers are a few channels at *all* tokens, and against a channel no token's scale helps. **So whoever compares
+# with "naive W8A8" must say whose scale it had.** SmoothQuant's paper compares with one scale for each tensor, taken at run
+# time, and its first setting, O1, has a scale for each token itself.
 #
 # #### The integers, really multiplied
 #
@@ -546,7 +550,7 @@ shares = []
 for n_tokens in (1, 16, 64, WINDOW):
     counted = Counter()
     with computing(model, llm_int8(6.0, counted)):
-        model(evaluation[None, 8 : 8 + n_tokens], use_cache=False)
+        model(evaluation[None, :n_tokens], use_cache=False)
     shares.append({"tokens together": n_tokens, "in int8": counted["int8"] / (counted["int8"] + counted["16 bits"])})
 shares = pd.DataFrame(shares)
 shares.assign(**{"in int8": shares["in int8"].map("{:.2%}".format)})
@@ -618,11 +622,11 @@ print(", ".join(f"{label}: {name}" for label, name in SWEPT.items()))
 sweep.round(4)
 
 # %% [markdown]
-# Errors are on a text that the maxima were not taken from, without its first token. The last two rows are controls that should
-# not help: the same scales for the wrong channels (the mean of four shuffles), and on the wrong side. In the worst layer almost
-# everything is rounded to zero without smoothing, so nothing can make it worse; the middle layer shows what a control is worth.
-# No $\alpha$ is best in both: the paper's code has 0.5 as its default, and its README lists 0.85 to 0.9 for Llama 2 and 3,
-# 0.8 for Mistral and Mixtral, 0.6 and 0.7 for the two Falcons.
+# Errors are on a text that the maxima were not taken from, without its first token. The last two rows are controls that
+# should not help: the same scales for the wrong channels (the mean of four shuffles), and on the wrong side. In the worst
+# layer almost everything is rounded to zero without smoothing, so nothing can make it worse; the middle layer shows what a
+# control is worth. No $\alpha$ is best in both: the paper's code has 0.5 as its default, and its README lists 0.85 to 0.9
+# for Llama 2 and 3, 0.8 for Mistral and Mixtral, 0.6 and 0.7 for the two Falcons.
 #
 # #### Folded into the model
 #
@@ -739,12 +743,14 @@ Markdown(
 # %% [markdown]
 # Two lessons. The norms alone, which is what the paper folds into, are not enough here: in a gated MLP the worst input is
 # `down_proj`'s, and OPT, on which the paper began, has no gate. And the last three rows: where the kernel takes a scale for
-# each token, smoothing is no longer what saves the model. It is still worth having here, as the ratio above says.
+# each token, smoothing is no longer what saves *this* model (the
+# paper's OPT models it does save, see above). It is still worth having here, as the ratio above says.
 
 # %% [markdown]
 # ### QuaRot: rotate
 #
-# A **Hadamard matrix** has only entries $\pm 1$ and orthogonal rows; divided by $\sqrt n$ it is a rotation. It maps a vector
+# A **Hadamard matrix** has only entries $\pm 1$ and orthogonal rows; divided by $\sqrt n$ it is a rotation
+# (as these papers use the word: $R R^\top = I$, reflections included). It maps a vector
 # with one large entry to one whose entries are all equally large: the worst case for a common scale becomes the best one.
 # Sylvester doubles matrices, $n \to 2n$; Paley makes them from squares modulo a prime, which gives 12, 20, 28, 36, and with
 # doubling most widths that models have. (Not from small ones: 92, 116, 156, 172 and others have Hadamard matrices that need
@@ -992,8 +998,8 @@ def judge_four_bits(method, rotation=None, head_rotation=None, factors=None, fam
 # %%
 four_bit_inputs = online_hadamard(quantized(untouched, dynamic(4, "row")), mlp_factors)
 with computing(model, quantized(untouched, dynamic(4, "row"))):
-    judge("A4", 16, 4, family="W4A4")
-judge_four_bits("W4A4KV4", family="W4A4")
+    judge("A4", 16, 4, family="A4, not rotated")
+judge_four_bits("W4A4KV4", family="A4, not rotated")
 judge_four_bits("QuaRot W4A4KV4", hadamard_rotation, kv_rotation, mlp_factors, family="QuaRot")
 with edited(model):
     fold_norms(model)
@@ -1094,7 +1100,8 @@ train_samples, test_samples = layer_samples(calibration[:3]), layer_samples(cali
 # %% [markdown]
 # Equal budgets: a step costs about three evaluations of the error (forward and backward), so the random search gets three
 # draws for each step. Learning starts from the first of these draws, and once more from a Hadamard matrix. A Hadamard matrix
-# whose rows get random signs is another one, so it gets draws too. Winners are chosen on three texts and judged on a fourth.
+# whose rows get random signs is another one, so it gets draws too (one for each step: a third
+# of the budget). Winners are chosen on three texts and judged on a fourth.
 
 # %%
 N_STEPS = 20
@@ -1146,8 +1153,9 @@ run.figure(
 
 # %% [markdown]
 # A permutation is a rotation too, and it does nothing: it moves outliers without mixing them. That is the control. How far
-# do random ones differ? Print it before you repeat the paper's 13 points, which are accuracy of a whole network at its edge.
-# And a better error in a few layers is not yet a better network. So the whole network, its inputs rounded to four bits:
+# random ones differ is printed above: look before you repeat the paper's 13 points, which are accuracy of a whole network at
+# its edge. And a better error in a few layers is not yet a better network. So the whole network, its inputs rounded to four
+# bits:
 
 
 # %%
@@ -1166,16 +1174,17 @@ spin_gains = {what: result(f"QuaRot {what}", "KL") / result(f"SpinQuant {what}",
 signs_agree = (spin_gains["A4"] > 1) == (spin_gains["W4A4KV4"] > 1)
 shown = ", ".join(f"{what} {gain:.2f}" for what, gain in spin_gains.items())
 print(f"KL with Hadamard over KL with the learned one: {shown}")
-print("Both point the same way." if signs_agree else "They point in opposite ways: neither is the better one here.")
+verdict = f"The learned one is {'better' if spin_gains['A4'] > 1 else 'worse'} in both."
+print(verdict if signs_agree else "They point in opposite ways: neither is the better one here.")
 pd.DataFrame([row for row in table if row["A bits"] == 4])[["method", "W bits", "perplexity", "KL"]].round(3)
 
 # %% [markdown]
 # ### QServe: four-bit weights that never leave eight bits
 #
-# A four-bit weight needs a scale for each group of inputs, and groups end *inside* the sum over $k$. Whoever multiplies in
-# integers has to leave them at every group's end: W4A4 turns partial sums into floating point, W4A16 turns weights into
-# floating point. Both happen in the main loop, on the slow units of a GPU, which QServe's authors found to take 20 to 90 %
-# of the time.
+# A four-bit weight needs a scale for each group of inputs, and groups end *inside* the sum over $k$. W4A4 multiplies in
+# integers and has to leave them at every group's end: it turns partial sums into floating point. W4A16 turns the weights
+# into floating point before it multiplies. Both happen in the main loop, on the slow units of a GPU, which QServe's authors
+# found to take 20 to 90 % of the time.
 #
 # QServe quantizes twice. First each output channel to int8 with a 16-bit scale, then each group of these *integers* to four
 # bits, with an *integer* scale and zero. In the main loop the weights become int8 again, by integer arithmetic; the 16-bit
@@ -1286,7 +1295,7 @@ print(f"multiply, then subtract: {good:.0%} of the weights right; subtract, then
 # %% [markdown]
 # #### Count, do not time
 #
-# One tile of a matrix product, four ways. Each function really computes it, and counts what a GPU would do outside of its
+# One tile of a matrix product, four ways. `tile_product` really computes each, and counts what a GPU would do outside of its
 # matrix units: in the main loop (for each group) and at the end (once). Codes lie eight in a word. To spread them over two
 # words of four bytes takes two masks and a shift; over four pairs of 16-bit floats four masks and a shift. Multiplications
 # and the like then take four weights at once (W4A8) or two (W4A16). W4A4's codes go into the matrix unit as they are.
@@ -1353,11 +1362,12 @@ counts.round(4)
 
 # %% [markdown]
 # A GPU's matrix units do tens of multiplications in the time that other units take for one operation, so even a hundredth of
-# an operation for each is not small. What W4A8 and W4A16 do to *weights* is spread over all tokens of the tile: few tokens, much
-# work for each multiplication. What W4A4 does to *partial sums* is the same for each, whatever the number of tokens. So W4A4
-# does least beside few tokens, and QServe beside many, with its sums in integers; between W4A8 and W4A16 lies what four bytes in
-# a word save over two halves. Left out in all of them: fetching scales, and the order in which a kernel must lay out its codes.
-# These are operations, not seconds: which of them a GPU hides behind its memory is what the papers measured.
+# an operation for each is not small. What W4A8 and W4A16 do to *weights* is spread over all tokens of the tile: few tokens,
+# much work for each multiplication. What W4A4 does to *partial sums* is the same for each, whatever the number of tokens. So
+# of the three with four-bit weights W4A4 does least with few tokens, and QServe with many, its sums in integers; between
+# W4A8 and W4A16 lies what four bytes in a word save over two halves. Left out in all of them: fetching scales, and the order
+# in which a kernel must lay out its codes. These are operations, not seconds: which of them a GPU hides behind its memory is
+# what the papers measured.
 #
 # And the quality of all three parts together: progressive weights, inputs of eight bits for each token, keys and values of
 # four.
@@ -1462,9 +1472,9 @@ pd.DataFrame([{c: result(m, c) for c in ("method", "perplexity", "KL")} for m in
 
 # %% [markdown]
 # Compare the first row with the third: one scale for all inputs of a layer in both, the same eight bits (and the integer row
-# even has a scale for each row of its weights). Integers break; E4M3 loses about as little as int8 with a scale for each token,
-# the second row. That is why FP8 on recent GPUs is served without smoothing or splitting. Finer scales still lower its KL
-# (blocks), and with four bits the tricks came back.
+# even has a scale for each row of its weights). Integers break; E4M3 loses about as little as int8 with a scale for each
+# token, the second row. That is why FP8 on recent GPUs is served without smoothing or splitting. Finer scales still lower
+# its KL (blocks), and with four bits the tricks came back.
 
 # %% [markdown]
 # ## All of them
@@ -1487,11 +1497,13 @@ figure = plots.lines(
     drawn.sort_values(["MB a token", "KL"]), x="MB a token", y="KL", hue="family", log_y=True,
     title="Quality against bytes moved for a decoded token", xlabel="MB a token (batch 1)", ylabel="KL to the original (nats)",
 )  # fmt: skip
+for line in figure.axes[0].lines:
+    line.set_linestyle("")  # what lies between two rows does not exist
 figure.axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 run.figure(figure, "quality_and_bytes", everything, n=original.n)
 
 # %% [markdown]
-# Lower and further left is better; a line joins the rows of one family. Many eight-bit rows stand above one another: the same
+# Lower and further left is better; a colour is a family. Many eight-bit rows stand above one another: the same
 # bytes, and what differs is whose scale it is, or what was done to the model before rounding.
 
 # %% [markdown]
@@ -1541,8 +1553,8 @@ print(f"a layer of {w.shape[1]} inputs and {w.shape[0]} outputs; bf16 over int8:
 layer_times.map(show_seconds)
 
 # %% [markdown]
-# The last two rows are what "int8 should be faster" overlooks: making the codes is work too, and in plain PyTorch it is
-# several passes over the input. Engines do it in one kernel.
+# The gap between the last two rows is what a benchmark of the kernel leaves out: making the codes is work too, and in plain
+# PyTorch it is several passes over the input. Engines do it in one kernel.
 #
 # ### A checkpoint that vLLM serves
 #
@@ -1604,8 +1616,12 @@ print(f"the whole checkpoint {show_bytes(written)} against {show_bytes(whole_bf1
 # %% [markdown]
 # Two loads: summaries (long prompts, short answers: prefill) and reports (decode). The same engine, the same sizes, first
 # the original checkpoint in bf16, then ours. Quality stands beside speed: how many of the generated tokens would the
-# original model, in this notebook's arithmetic, have put first as well? And for our checkpoint also: how many would its own
-# fake-quantized twin?
+# original model, in this notebook's arithmetic, have put first as well (in the first two answers)? And for our checkpoint
+# also: how many would its own fake-quantized twin?
+#
+# Hold the ratios of ttft and tpot against the layer above. Where a layer alone is faster in int8 and the served model is
+# slower, the two contradict each other, as in notebook 10, and what the engine does around each product was not looked into
+# here. Peak memory is that of the engine's process: its libraries and its KV cache do not shrink with the weights.
 
 # %%
 from helpers.engines.vllm_engine import VllmEngine
@@ -1656,6 +1672,11 @@ if records:
     print(
         f"tokens served that the fake-quantized twin puts first too: {twin.value:.1%} ({twin.low:.1%} to {twin.high:.1%})"
     )
+
+# %% [markdown]
+# Compare that with the share that the original model puts first, in the decode table above. If the twin's is no larger,
+# eight bits are too near to the original for so few tokens to tell which of the two was served (notebook 10's four bits
+# could be told). What the check rules out is a broken checkpoint.
 
 # %% [markdown]
 # ### The maintained libraries
@@ -1709,7 +1730,7 @@ libraries.round(3)
 # | FP8 per tensor | FP8 E4M3 per tensor | weights and inputs: one each, inputs' from calibration |
 # | FP8 rowwise | E4M3 with the scales of "dynamic per token" | a token; an output channel |
 # | FP8 block scaling | FP8 E4M3 blocks | 1 x 128 of inputs, 128 x 128 of weights (DeepSeek-V3) |
-# | FP4 (NVFP4) | not built here; blocks of 16 with an FP8 scale | Blackwell GPUs only |
+# | FP4 (NVFP4) | not built here; Blackwell GPUs only | blocks of 16, each with an FP8 scale |
 # | W4A16 AWQ, W4A16 GPTQ | notebook 10 | groups of weights |
 # | W4A8 AWQ, W4A8 GPTQ | notebook 10's weights; inputs in FP8 | groups; compare QServe, whose inputs are int8 |
 # | FP8 KV cache, NVFP4 KV cache | notebook 06 | a tensor; blocks |
@@ -1739,7 +1760,8 @@ controls.round(5)
 # %% [markdown]
 # **Where it loses.**
 #
-# - *Static scales and another text*: a token beyond the calibration's maximum is clipped. How often, on the evaluation text?
+# - *Static scales and another text*: a token beyond the calibration's maximum is clipped. In how many layers, on
+#   the evaluation text?
 
 # %%
 with Calibration(layers, hessians=False) as later:
@@ -1762,7 +1784,7 @@ spiky[:, 7] *= 50
 
 
 def grouped_error(x, rotation, group_size):
-    """Relative rounding error of four-bit inputs with a scale for each group of channels of each token, first channel 7's out."""
+    """Relative rounding errors of four-bit inputs, a scale for each group and token: of all channels, of those from 64 on."""
     turned = (x @ rotation).unflatten(-1, (-1, group_size))
     turned = rounded(turned, absmax_scale(turned, 4, "row"), 4).flatten(-2) @ rotation.T
     return float((turned - x).norm() / x.norm()), float((turned - x)[:, 64:].norm() / x[:, 64:].norm())
@@ -1778,10 +1800,10 @@ by_group = by_group.pivot(index="group", columns="coordinates", values=["error",
 by_group.sort_index(ascending=False).round(4)
 
 # %% [markdown]
-# By total error (the first two columns) the rotation wins at each group size, by less and less as groups shrink. The last two
-# columns leave the outlier's neighbours out. With one scale a token, these quiet channels are lost unless they are rotated. In
-# small groups they were safe from the outlier, and there the rotation loses. Formats with tiny blocks live in the last two rows:
-# MXFP4 has blocks of 32, NVFP4 of 16.
+# By total error (the first two columns) the rotation wins at each group size, by less and less as groups shrink. The last
+# two columns leave the outlier's neighbours out. With one scale a token, these quiet channels are lost unless they are
+# rotated. In small groups they were safe from the outlier, and there the rotation loses. Formats with tiny blocks live in
+# the last two rows: MXFP4 has blocks of 32, NVFP4 of 16.
 
 # %% [markdown]
 # ## Claims
@@ -1924,8 +1946,8 @@ def quantize_tokens(x):
 
 
 # %% [markdown]
-# <details><summary>Hint</summary><code>amax</code> with <code>keepdim=True</code> gives the shape. Zero divided by zero is not a
-# number, and not every framework tells you.</details>
+# <details><summary>Hint</summary><code>amax</code> with <code>keepdim=True</code> gives the shape. Zero divided by zero is
+# not a number, and not every framework tells you.</details>
 
 
 # %% tags=["solution"]
@@ -1996,7 +2018,8 @@ def mended_rotate_block(g, w_in, w_out, rotation):
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>Which two operations do not commute? A freshly initialised norm has a scale of ones.</details>
+# <details><summary>Hint</summary>Which two operations do not commute? A freshly initialised norm has a scale of
+# ones.</details>
 
 
 # %% tags=["solution"]
@@ -2025,8 +2048,8 @@ def protective_top(bits, limit):
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>All of these steps keep the order of values, so only the two ends of a group need a look. Find
-# the bad group with the smallest reach.</details>
+# <details><summary>Hint</summary>All of these steps keep the order of values, so only the two ends of a group need a look.
+# Find the bad group with the smallest reach.</details>
 
 
 # %% tags=["solution"]
@@ -2103,7 +2126,7 @@ run.check("11.5", best_alpha)
 # Further reading:
 #
 # - Dettmers et al., [LLM.int8()](https://arxiv.org/abs/2208.07339), NeurIPS 2022: section 4 for the outliers' criterion.
-# - Xiao et al., [SmoothQuant](https://arxiv.org/abs/2211.10438), ICML 2023: figure 4 is the whole idea.
+# - Xiao et al., [SmoothQuant](https://arxiv.org/abs/2211.10438), ICML 2023: figures 4 and 5 are the whole idea.
 # - Sun et al., [Massive activations in large language models](https://arxiv.org/abs/2402.17762), COLM 2024.
 # - Ashkboos et al., [QuaRot](https://arxiv.org/abs/2404.00456), NeurIPS 2024; Liu et al.,
 #   [SpinQuant](https://arxiv.org/abs/2405.16406), ICLR 2025.
