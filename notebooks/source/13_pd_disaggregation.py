@@ -2821,6 +2821,7 @@ run.claim(
     f"equal cost: HA over HH {splitwise_gain:.2f}x (loose), {strict['HA'] / strict['HH']:.2f}x (strict), HA over AH "
     f"{loose['HA'] / loose['AH']:.2f}x",
 )
+# %% tags=["claim"]
 LLAMA3_70B_TOKEN = 80 * 8 * 128 * 2 * 2
 run.claim(
     "mooncake-40-gb",
