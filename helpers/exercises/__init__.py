@@ -6,6 +6,7 @@ A notebook's exercises are property tests in ``helpers/exercises/nbNN.py``, regi
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import signal
 import threading
@@ -207,6 +208,29 @@ class Answer:
         if first and (value is None or value is ...):
             raise NotImplementedError
         return value
+
+
+def in_order(prop: str, given: object, expected: object, got: Any) -> list[Any]:
+    """The items of an answer: a list, a tuple, an array, an iterator; nothing that has no order, and no text."""
+    if isinstance(got, (str, bytes, dict, set, frozenset)):
+        raise Mismatch(prop, given, expected, repr(got))
+    try:
+        return list(itertools.islice(got, 1000))
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise Mismatch(prop, given, expected, f"{got!r} ({type(error).__name__}: {error})") from error
+
+
+def parts(prop: str, given: object, expected: object, got: Any, n: int) -> list[Any]:
+    """The `n` items of an answer with a length and an order: a tuple, a list, an array; no text, no dict."""
+    ordered = hasattr(got, "__len__") and not isinstance(got, (str, bytes, dict, set, frozenset))
+    try:
+        items = list(got) if ordered else []
+    except Exception:
+        items = []
+    expect(prop, given, len(items) == n, expected, repr(got))
+    return items
 
 
 def expect_equal(prop: str, given: object, got: Any, expected: Any) -> None:

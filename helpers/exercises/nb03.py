@@ -8,25 +8,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal
-
-
-def _in_order(prop: str, given: object, expected: object, got: Any) -> list[Any]:
-    """The items of an answer: a list, a tuple, an array, an iterator; nothing that has no order, and no text."""
-    if isinstance(got, (str, bytes, dict, set, frozenset)):
-        raise Mismatch(prop, given, expected, repr(got))
-    try:
-        return list(itertools.islice(got, 1000))
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        raise Mismatch(prop, given, expected, f"{got!r} ({type(error).__name__}: {error})") from error
+from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal, in_order
 
 
 def _pair(prop: str, given: object, expected: object, got: Any) -> tuple[Any, Any]:
     """The two items of an answer with a length: a tuple, a list, an array."""
     expect(prop, given, hasattr(got, "__len__"), expected, repr(got))
-    items = _in_order(prop, given, expected, got)
+    items = in_order(prop, given, expected, got)
     expect(prop, given, len(items) == 2, expected, repr(got))
     return items[0], items[1]
 
@@ -111,7 +99,7 @@ def _fill_step(answer: Callable[..., Any]) -> None:
         given = {"running": running, "waiting": waiting, "budget": budget, "max_num_seqs": max_num_seqs}
         got = ask(prop, given, expected, list(running), list(waiting), budget, max_num_seqs)
         parts = _pair("the answer is a pair of lists", given, expected, got)
-        old, new = (_in_order("the answer is a pair of lists", given, expected, part) for part in parts)
+        old, new = (in_order("the answer is a pair of lists", given, expected, part) for part in parts)
         expect_equal(prop, given, (old, new), expected)
     rng = random.Random(5)
     for _ in range(60):
@@ -123,7 +111,7 @@ def _fill_step(answer: Callable[..., Any]) -> None:
         expected = _fill_by_single_tokens(running, waiting, budget, max_num_seqs)
         got = ask("a random step", given, expected, list(running), list(waiting), budget, max_num_seqs)
         parts = _pair("the answer is a pair of lists", given, expected, got)
-        old, new = (_in_order("the answer is a pair of lists", given, expected, part) for part in parts)
+        old, new = (in_order("the answer is a pair of lists", given, expected, part) for part in parts)
         prop = "each running request has its number"
         expect(prop, given, len(old) == len(running), f"{len(running)} numbers, as in {expected}", (old, new))
         try:
@@ -150,7 +138,7 @@ def _ids(prop: str, given: object, expected: object, waiting: list[tuple[str, in
     if isinstance(got, (set, frozenset)):
         place = {seq_id: i for i, (seq_id, _) in enumerate(waiting)}
         got = sorted(got, key=lambda seq_id: (place.get(seq_id, len(place)), str(seq_id)))
-    items = _in_order(prop, given, expected, got)
+    items = in_order(prop, given, expected, got)
     known = [seq_id for seq_id, _ in waiting]
     are_ids = all(isinstance(item, str) and item in known for item in items)
     expect("only ids of waiting requests are admitted", given, are_ids, f"ids such as {expected}", items)

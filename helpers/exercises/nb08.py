@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -11,30 +10,7 @@ from typing import Any
 
 import torch
 
-from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal
-
-
-def _parts(prop: str, given: object, expected: object, got: Any, n: int) -> list[Any]:
-    """The `n` items of an answer with a length and an order: a tuple, a list, an array; no text, no dict."""
-    ordered = hasattr(got, "__len__") and not isinstance(got, (str, bytes, dict, set, frozenset))
-    try:
-        items = list(got) if ordered else []
-    except Exception:
-        items = []
-    expect(prop, given, len(items) == n, expected, repr(got))
-    return items
-
-
-def _items(prop: str, given: object, expected: object, got: Any) -> list[Any]:
-    """The items of an answer: a list, a tuple, an array, an iterator; nothing that has no order, and no text."""
-    if isinstance(got, (str, bytes, dict, set, frozenset)):
-        raise Mismatch(prop, given, expected, repr(got))
-    try:
-        return list(itertools.islice(got, 1000))
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        raise Mismatch(prop, given, expected, f"{got!r} ({type(error).__name__}: {error})") from error
+from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal, in_order, parts
 
 
 def _rows(values: torch.Tensor, digits: int = 3) -> Any:
@@ -92,7 +68,7 @@ def _acceptance_and_residual(answer: Callable[..., Any]) -> None:
         expected = f"({_rows(acceptance)}, {_rows(residual)})"
         tensors = (torch.tensor(rows, dtype=torch.float64) for rows in (p, q))
         got = ask(prop, given, expected, *tensors)
-        first, second = _parts("the answer is a pair (acceptance, residual)", given, expected, got, 2)
+        first, second = parts("the answer is a pair (acceptance, residual)", given, expected, got, 2)
         _close(f"{prop} (acceptance)", given, first, acceptance)
         _close(f"{prop} (residual)", given, second, residual)
 
@@ -138,7 +114,7 @@ def _best_gamma(answer: Callable[..., Any]) -> None:
         gamma = next(g for g, value in enumerate(table) if value >= best * (1 - 1e-9))
         given = f"alpha={alpha:g}, c={c:g}, costs={[round(v, 3) for v in costs]}"
         got = ask(prop, given, (gamma, best), alpha, c, list(costs))
-        found, value = _parts("the answer is a pair (gamma, speed-up)", given, (gamma, best), got, 2)
+        found, value = parts("the answer is a pair (gamma, speed-up)", given, (gamma, best), got, 2)
         expect_equal(f"{prop} (gamma)", given, found, gamma)
         expect_close(f"{prop} (speed-up)", given, value, best)
 
@@ -169,7 +145,7 @@ def _unlikely(counts: Counter[int], probs: list[float]) -> str | None:
 def _check_round(given: str, drafted: list[int], size: int, got: Any) -> list[int]:
     """The ids that a round emitted; they must be ids, and those before the last must be the drafted ones."""
     prop, expected = "a round emits drafted ids and then one more", f"some of {drafted} from the left, and one more id"
-    items = _items(prop, given, expected, got)
+    items = in_order(prop, given, expected, got)
     expect(prop, given, 1 <= len(items) <= len(drafted) + 1, expected, repr(got))
     try:
         ids = [int(item) for item in items]
@@ -287,8 +263,8 @@ def _per_position(answer: Callable[..., Any]) -> None:
     for prop, rounds in cases:
         expected, given = _rates(rounds), f"rounds={rounds}"
         got = ask(prop, given, expected, list(rounds))
-        rates, tokens = _parts("the answer is a pair (rates, tokens a pass)", given, expected, got, 2)
-        found = _items(f"{prop} (rates)", given, expected[0], rates)
+        rates, tokens = parts("the answer is a pair (rates, tokens a pass)", given, expected, got, 2)
+        found = in_order(f"{prop} (rates)", given, expected[0], rates)
         expect(f"{prop} (how many rates)", given, len(found) == len(expected[0]), expected[0], found)
         for position, (rate, due) in enumerate(zip(found, expected[0], strict=True)):
             if due is None:

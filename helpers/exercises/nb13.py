@@ -7,18 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal
-
-
-def _parts(prop: str, given: object, expected: object, got: Any, n: int) -> list[Any]:
-    """The `n` items of an answer with a length and an order: a tuple, a list, an array; no text, no dict."""
-    ordered = hasattr(got, "__len__") and not isinstance(got, (str, bytes, dict, set, frozenset))
-    try:
-        items = list(got) if ordered else []
-    except Exception:
-        items = []
-    expect(prop, given, len(items) == n, expected, repr(got))
-    return items
+from helpers.exercises import Answer, Mismatch, exercise, expect, expect_close, expect_equal, parts
 
 
 def _token_by_token(n_prompt: int, n_kept: int, block_size: int) -> int:
@@ -53,7 +42,7 @@ def _to_send(answer: Callable[..., Any]) -> None:
         expected = (blocks, blocks * block_size * kv_token)
         given = f"n_prompt={n_prompt}, n_kept={n_kept}, block_size={block_size}, kv_token={kv_token}"
         got = ask(prop, given, expected, n_prompt, n_kept, block_size, kv_token)
-        n, size = _parts("the answer is a pair (blocks, bytes)", given, expected, got, 2)
+        n, size = parts("the answer is a pair (blocks, bytes)", given, expected, got, 2)
         expect_equal(f"{prop} (blocks)", given, n, expected[0])
         expect_equal(f"{prop} (bytes)", given, size, expected[1])
 
@@ -186,7 +175,7 @@ def _best_purchase(answer: Callable[..., Any]) -> None:
         expected = _all_purchases(money, rates, prices)
         given = f"money={money}, rates={rates}, prices={prices}"
         got = ask(prop, given, expected, money, *rates, *prices)
-        items = _parts("the answer is (n_prefill, n_decode, rate)", given, expected, got, 3)
+        items = parts("the answer is (n_prefill, n_decode, rate)", given, expected, got, 3)
         for name, value, wanted in zip(("n_prefill", "n_decode", "rate"), items, expected, strict=True):
             expect_equal(f"{prop} ({name})", given, value, wanted)
 
@@ -225,6 +214,6 @@ def _meeting_point(answer: Callable[..., Any]) -> None:
         expected = _meeting(compute, fetch)
         given = f"compute={compute}, fetch={fetch}"
         got = ask(prop, given, expected, list(compute), list(fetch))
-        n, seconds = _parts("the answer is a pair (n_computed, seconds)", given, expected, got, 2)
+        n, seconds = parts("the answer is a pair (n_computed, seconds)", given, expected, got, 2)
         expect_equal(f"{prop} (n_computed)", given, n, expected[0])
         expect_close(f"{prop} (seconds)", given, seconds, expected[1])
