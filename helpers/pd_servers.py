@@ -15,18 +15,18 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from helpers.engines.base import EngineInfo
+from helpers.engines.http_handler import JsonHandler, serve
 from helpers.engines.openai_client import OpenAIEngine, parse_counters
-from helpers.engines.server_process import HOST, ServerProcess, claim_port, free_port
+from helpers.engines.server_process import HOST, ServerOwner, ServerProcess, claim_port, free_port
 from helpers.engines.vllm_cli import vllm_version
 from helpers.engines.vllm_settings import vllm_environment
 from helpers.errors import EngineError
@@ -142,7 +142,7 @@ def stream(url: str, body: Mapping[str, Any], *, timeout_s: float = 60.0) -> Ite
 
 
 # -- servers --------------------------------------------------------------------------------------------------------
-class PDServer:
+class PDServer(ServerOwner):
     """``with PDServer(folder, role="prefill", link="nixl") as server:``: one engine in one process, with a KV connector.
 
     Parameters
@@ -199,7 +199,7 @@ class PDServer:
         }
         if (n_gpus := len(describe().gpus)) > 0:
             self._llm["gpu_memory_utilization"] = 0.85 if n_gpus > 1 else 0.4  # one GPU holds both engines
-        self._process: ServerProcess | None = None
+        self.title = f"the {role} server"
 
     def __enter__(self) -> Self:
         port = claim_port(self.port)
@@ -213,20 +213,13 @@ class PDServer:
             "llm": {key: value for key, value in llm.items() if value is not None},
         }
         self._process = ServerProcess(
-            f"the {self.role} server",
+            self.title,
             ["helpers.engines.pd_server", json.dumps(settings)],
             port=port,
             env=self._environment(),
             startup_timeout_s=self.startup_timeout_s,
         ).__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.__exit__(kind, error, trace)
 
     def _environment(self) -> dict[str, str]:
         device = describe().device
@@ -246,17 +239,6 @@ class PDServer:
             mine = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
             env["CUDA_VISIBLE_DEVICES"] = mine[self.device_index % len(mine)] if mine else str(self.device_index)
         return env
-
-    @property
-    def process(self) -> ServerProcess:
-        """The running process; `EngineError` outside the ``with`` block."""
-        if self._process is None:
-            raise EngineError(f"The {self.role} server is not running.", "Use it inside its 'with' block.")
-        return self._process
-
-    @property
-    def url(self) -> str:
-        return self.process.url
 
     @property
     def pid(self) -> int:
@@ -286,7 +268,7 @@ class PDServer:
     def steps(self) -> list[tuple[float, float, list[tuple[int, int]]]]:
         """Each step since the last ``forget``: (began, seconds, [(position of the first token, tokens), ...])."""
         rows = ask(self.url, "/steps")
-        return [(r[0], r[1], [(int(a), int(b)) for a, b in zip(r[2::2], r[3::2], strict=True)]) for r in rows]
+        return [(began, seconds, [(start, n) for start, n in spans]) for began, seconds, spans in rows]
 
     def resident_bytes(self) -> int:
         return int(ask(self.url, "/memory")["resident"])
@@ -391,46 +373,28 @@ class Router:
     def __enter__(self) -> Self:
         router = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-            def reply(self, value: str, kind: str) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(value.encode())))
-                self.end_headers()
-                self.wfile.write(value.encode())
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 if self.path == "/metrics":
-                    self.reply(router.counters_page(), "text/plain")
+                    self.reply(200, router.counters_page(), "text/plain")
                 elif self.path == "/v1/models":
-                    card = {"id": router.name, "max_model_len": router.max_model_len}
-                    self.reply(json.dumps({"data": [card]}), "application/json")
+                    self.reply(200, {"data": [{"id": router.name, "max_model_len": router.max_model_len}]})
                 else:
-                    self.reply("{}", "application/json")
+                    self.reply(200, {})
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.end_headers()
+                if (body := self.body()) is None:
+                    return
+                self.begin_stream()
                 with contextlib.suppress(OSError):
                     try:
                         for chunk in router.route(body):
-                            self.put(json.dumps(chunk))
+                            self.event(chunk)
                     except EngineError as error:
-                        self.put(json.dumps({"error": {"message": str(error)}}))
-                    self.put("[DONE]")
+                        self.event({"error": {"message": str(error)}})
+                    self.end_stream()
 
-            def put(self, text: str) -> None:
-                self.wfile.write(f"data: {text}\n\n".encode())
-                self.wfile.flush()
-
-        self._server = ThreadingHTTPServer((HOST, claim_port(self.port)), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="router", daemon=True).start()
+        self._server = serve(Handler, claim_port(self.port), "router")
         return self
 
     def __exit__(

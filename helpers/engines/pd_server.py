@@ -17,12 +17,12 @@ import json
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from helpers.engines.http_handler import JsonHandler, serve
 
 IDLE_S = 0.003
 """Seconds between two looks for work while nothing runs."""
@@ -44,7 +44,7 @@ class EngineLoop:
         self.core = self.engine.engine_core.engine_core
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.answers: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
-        self.steps: list[list[float]] = []
+        self.steps: list[tuple[float, float, list[Any]]] = []
         self._seen: dict[str, int] = {}
         self._planned: list[Any] = []
         self._watch_plans()
@@ -148,7 +148,7 @@ class EngineLoop:
             outputs = self.engine.step()
             ended = time.monotonic()
             if self._planned:
-                self.steps.append([began, ended - began, *itertools.chain.from_iterable(self._planned)])
+                self.steps.append((began, ended - began, self._planned))
             else:
                 time.sleep(IDLE_S)  # only a transfer is under way
             for output in outputs:
@@ -189,22 +189,11 @@ def usage_of(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
+def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[JsonHandler]:
     """The class that answers HTTP for this engine."""
     numbers = itertools.count()
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def reply(self, status: int, value: Any, kind: str = "application/json") -> None:
-            data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
             if self.path == "/health":
                 self.reply(200, {})
@@ -227,12 +216,7 @@ def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[BaseHTTPRequestH
                 self.reply(404, {"error": {"message": f"There is no {self.path}."}})
 
         def do_POST(self) -> None:
-            try:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-                if not isinstance(body, dict):
-                    raise ValueError("it is no object")
-            except ValueError as error:
-                self.reply(400, {"error": {"message": f"The body is no JSON object: {error}"}})
+            if (body := self.body()) is None:
                 return
             if self.path == "/control":
                 try:
@@ -273,25 +257,19 @@ def handler(loop: EngineLoop, settings: dict[str, Any]) -> type[BaseHTTPRequestH
         def stream(self, body: dict[str, Any]) -> None:
             request_id = f"request-{next(numbers)}"
             events = self.events(request_id, body)
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
+            self.begin_stream()
             try:
                 for event in events:
                     if "error" in event:
-                        self.send({"error": {"message": event["error"]}})
+                        self.event({"error": {"message": event["error"]}})
                         break
                     reason = event.get("finish_reason")
                     choice = {"index": 0, "text": "", "token_ids": event["ids"], "finish_reason": reason}
                     head = {"id": request_id, "object": "text_completion", "model": settings["name"]}
-                    self.send({**head, "choices": [choice], "usage": usage_of(event)})
-                self.wfile.write(b"data: [DONE]\n\n")
+                    self.event({**head, "choices": [choice], "usage": usage_of(event)})
+                self.end_stream()
             except OSError:
                 loop.cancel(request_id)
-
-        def send(self, value: dict[str, Any]) -> None:
-            self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
-            self.wfile.flush()
 
     return Handler
 
@@ -344,9 +322,7 @@ def main(settings: dict[str, Any]) -> None:
     free_threads(cores)
     release_free_memory()  # what loading and repacking the weights left behind
     settings["num_kv_blocks"] = int(loop.engine.vllm_config.cache_config.num_gpu_blocks or 0)
-    server = ThreadingHTTPServer(("127.0.0.1", settings["port"]), handler(loop, settings))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    serve(handler(loop, settings), settings["port"], "http")
     loop.run()
 
 

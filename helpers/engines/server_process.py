@@ -179,3 +179,30 @@ class ServerProcess:
         if self._log is not None and not keep_log:
             self._log.unlink(missing_ok=True)
             self._log = None
+
+
+class ServerOwner:
+    """Base of what starts a `ServerProcess` in its ``__enter__``, keeps it in `_process`, and ends it with its block."""
+
+    title: str
+    """What errors and the log file call the server."""
+    _process: ServerProcess | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.__exit__(kind, error, trace)
+
+    @property
+    def process(self) -> ServerProcess:
+        """The running process; `EngineError` outside the ``with`` block."""
+        if self._process is None:
+            raise EngineError(f"{self.title} is not running.", "Use it inside its 'with' block.")
+        return self._process
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return self.process.url

@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from helpers.engines.base import EngineInfo
 from helpers.engines.openai_client import OpenAIEngine
-from helpers.engines.server_process import HOST, ServerProcess, claim_port
+from helpers.engines.server_process import HOST, ServerOwner, ServerProcess, claim_port
 from helpers.engines.vllm_cli import vllm_version
 from helpers.engines.vllm_settings import vllm_environment
 from helpers.errors import EngineError
@@ -40,7 +39,7 @@ KNOWN_CAUSES = (
 )
 
 
-class VllmServer:
+class VllmServer(ServerOwner):
     """``with VllmServer(model_path, max_model_len=1024) as server, server.engine() as engine: engine.run(workload)``.
 
     Parameters
@@ -61,6 +60,8 @@ class VllmServer:
         server's and the client's Python need, unless ``OMP_NUM_THREADS`` says otherwise.
     startup_timeout_s : seconds until it must answer.
     """
+
+    title = "vllm serve"
 
     def __init__(
         self,
@@ -94,14 +95,13 @@ class VllmServer:
             "max_num_batched_tokens": max_num_batched_tokens,
             "num_gpu_blocks_override": num_gpu_blocks_override,
         }
-        self._process: ServerProcess | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
         self._check_possible()
         port = claim_port(self.port)
         self._process = ServerProcess(
-            "vllm serve",
+            self.title,
             ["helpers.engines.vllm_cli", "serve", *self.arguments(port)],
             port=port,
             env=self._environment(),
@@ -109,13 +109,6 @@ class VllmServer:
             known_causes=KNOWN_CAUSES,
         ).__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.__exit__(kind, error, trace)
 
     def _check_possible(self) -> None:
         if sys.platform != "linux":
@@ -157,17 +150,6 @@ class VllmServer:
         return vllm_environment(describe().device, threads=threads) | self.env
 
     # -- use ----------------------------------------------------------------------------------------------------------
-    @property
-    def process(self) -> ServerProcess:
-        """The running process; `EngineError` outside the ``with`` block."""
-        if self._process is None:
-            raise EngineError("vllm serve is not running.", "Use it inside its 'with' block.")
-        return self._process
-
-    @property
-    def url(self) -> str:
-        return self.process.url
-
     def log_tail(self, lines: int = 40) -> str:
         """The last lines the server printed."""
         return self.process.log_tail(lines)

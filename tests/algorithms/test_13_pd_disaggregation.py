@@ -398,7 +398,9 @@ def test_a_refused_port_and_a_stream_that_ends_early():
 
     def serve(server):
         connection, _ = server.accept()
-        connection.recv(65536)
+        asked = b""
+        while not asked.endswith(b"}"):  # head and body may come apart; closing with half of them unread would reset
+            asked += connection.recv(65536)
         connection.sendall(b'HTTP/1.0 200 OK\r\n\r\ndata: {"choices": []}\n\n')
         connection.close()
 
