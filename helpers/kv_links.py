@@ -1,9 +1,8 @@
 """How fast blocks of memory move from one process to another: plain TCP, NIXL and Mooncake's transfer engine, by block size.
 
 `measure` starts two children, a target that owns an empty buffer and a source that fills it block by block, and takes the
-clock of the source, until the target says that the bytes are there (Mooncake: until its own call returns). The time of NIXL
-holds the making of its descriptor lists. After each size bytes are compared at the target: a transfer that loses or swaps
-blocks raises.
+clock of the source, until the target says that the bytes are there (for Mooncake the source tells it, when its call returns).
+After each size bytes are compared at the target: a transfer that loses or swaps blocks raises.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Literal
 
@@ -124,9 +124,9 @@ def _read(connection: Connection, timeout_s: float) -> Any:
 
 
 # -- in the children -------------------------------------------------------------------------------------------------
-def _places(buffer: np.ndarray, block: int, n: int) -> list[int]:
+def _places(address: int, block: int, n: int) -> list[int]:
     """Addresses of `n` scattered blocks: every second place."""
-    return [int(buffer.ctypes.data) + 2 * block * i for i in range(n)]
+    return [address + 2 * block * i for i in range(n)]
 
 
 def _wrong(buffer: np.ndarray, block: int, n: int, seed: int) -> int:
@@ -138,170 +138,155 @@ def _wrong(buffer: np.ndarray, block: int, n: int, seed: int) -> int:
     )
 
 
-def _filled(block: int, n: int, seed: int) -> np.ndarray:
-    buffer = np.zeros(2 * block * n, np.uint8)
+def _fill(buffer: np.ndarray, block: int, n: int, seed: int) -> None:
     data = np.random.default_rng(seed).integers(0, 256, n * block, dtype=np.uint8)
-    buffer.reshape(n, 2, block)[:, 0] = data.reshape(n, block)
-    return buffer
+    buffer[: 2 * block * n].reshape(n, 2, block)[:, 0] = data.reshape(n, block)
 
 
-def _serve_socket(task: dict[str, Any], tell: Connection) -> int:
-    server = socket.create_server(("127.0.0.1", 0))
-    tell.send(server.getsockname()[1])
-    connection, _ = server.accept()
-    wrong = 0
-    for block in task["sizes"]:
-        n = task["total"] // block
-        buffer = np.zeros(2 * block * n, np.uint8)
-        for _ in range(task["repeats"]):
+class _Socket:
+    """Plain TCP: the bytes go over the connection itself, block by block."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.view = memoryview(buffer.data)
+
+    where: dict[str, Any] = {}
+    """What the source must know of the target."""
+
+    def receive(self, connection: socket.socket, block: int, n: int) -> None:
+        """Target: wait until a transfer has arrived."""
+        for i in range(n):
+            view = self.view[2 * block * i : 2 * block * i + block]
+            while view:
+                got = connection.recv_into(view)
+                if got == 0:
+                    raise EOFError
+                view = view[got:]
+
+    def mover(self, connection: socket.socket, target: dict[str, Any], block: int, n: int) -> Callable[[], None]:
+        """Source: what moves `n` blocks once; preparing that is not on the clock."""
+
+        def move() -> None:
             for i in range(n):
-                view = memoryview(buffer.data)[2 * block * i : 2 * block * i + block]
-                while view:
-                    got = connection.recv_into(view)
-                    if got == 0:
-                        raise EOFError
-                    view = view[got:]
-            connection.sendall(b"k")
-        wrong += _wrong(buffer, block, n, block)
+                connection.sendall(self.view[2 * block * i : 2 * block * i + block])
+
+        return move
+
+
+class _Nixl:
+    """NIXL over UCX. No progress thread: both ends poll here anyway, and four polling threads would share two cores."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.address = int(buffer.ctypes.data)
+        self.agent = nixl_agent(f"process-{os.getpid()}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self.agent.register_memory(self.agent.get_reg_descs([(self.address, buffer.nbytes, 0, "kv")], "DRAM"))
+        self.where = {"metadata": self.agent.get_agent_metadata(), "address": self.address}
+        self.peer: Any = None
+
+    def receive(self, connection: socket.socket, block: int, n: int) -> None:
+        while not self.agent.get_new_notifs():  # the notification comes after the bytes
+            pass
+
+    def mover(self, connection: socket.socket, target: dict[str, Any], block: int, n: int) -> Callable[[], None]:
+        self.peer = self.peer or self.agent.add_remote_agent(target["metadata"])
+        here, there = ([(place, block, 0) for place in _places(a, block, n)] for a in (self.address, target["address"]))
+        local, remote = (self.agent.get_xfer_descs(places, "DRAM") for places in (here, there))
+
+        def move() -> None:
+            handle = self.agent.initialize_xfer("WRITE", local, remote, self.peer, b"arrived")
+            state = self.agent.transfer(handle)
+            while state not in ("DONE", "ERR"):
+                state = self.agent.check_xfer_state(handle)
+            self.agent.release_xfer_handle(handle)
+            if state == "ERR":
+                raise RuntimeError("a transfer ended in an error")
+
+        return move
+
+
+class _Mooncake:
+    """Mooncake's transfer engine over TCP, without a metadata server."""
+
+    BATCH = 2048
+    """Blocks in one call; of 8,192 the call fails."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        from mooncake.engine import TransferEngine
+
+        self.engine, self.address = TransferEngine(), int(buffer.ctypes.data)
+        if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+            raise RuntimeError("the transfer engine did not start")
+        self.engine.register_memory(self.address, buffer.nbytes)
+        self.where = {"server": f"127.0.0.1:{self.engine.get_rpc_port()}", "address": self.address}
+
+    def receive(self, connection: socket.socket, block: int, n: int) -> None:
+        connection.recv(1)  # the engine tells its target nothing: the source does, when its call has returned
+
+    def mover(self, connection: socket.socket, target: dict[str, Any], block: int, n: int) -> Callable[[], None]:
+        here, there = (_places(address, block, n) for address in (self.address, target["address"]))
+
+        def move() -> None:
+            for i in range(0, n, self.BATCH):
+                batch = here[i : i + self.BATCH], there[i : i + self.BATCH]
+                if self.engine.batch_transfer_sync_write(target["server"], *batch, [block] * len(batch[0])):
+                    raise RuntimeError("a transfer ended in an error")
+            connection.sendall(b"d")
+
+        return move
+
+
+ENDS: dict[str, Any] = {"TCP socket": _Socket, "NIXL": _Nixl, "Mooncake": _Mooncake}
+
+
+def _serve(link: str, task: dict[str, Any], tell: Connection) -> int:
+    """Target: receive every transfer, say so at once, compare the bytes after each size; the number of wrong blocks."""
+    buffer = np.zeros(2 * task["total"], np.uint8)
+    end, wrong = ENDS[link](buffer), 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tell.send({**end.where, "port": server.getsockname()[1]})
+        connection, _ = server.accept()
+    with connection:
+        for block in task["sizes"]:
+            n = task["total"] // block
+            for _ in range(task["repeats"] + 1):
+                end.receive(connection, block, n)
+                connection.sendall(b"k")
+            wrong += _wrong(buffer, block, n, block)
+            connection.sendall(b"n")
     return wrong
 
 
-def _send_socket(task: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    with socket.create_connection(("127.0.0.1", task["target"])) as connection:
+def _send(link: str, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Source: a row for each size; a transfer's clock runs until the target says that the bytes are there."""
+    source, rows = np.zeros(2 * task["total"], np.uint8), []
+    end = ENDS[link](source)
+    with socket.create_connection(("127.0.0.1", task["target"]["port"])) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for block in task["sizes"]:
             n, seconds = task["total"] // block, []
-            view = memoryview(_filled(block, n, block).data)
-            for _ in range(task["repeats"]):
-                began = time.perf_counter()
-                for i in range(n):
-                    connection.sendall(view[2 * block * i : 2 * block * i + block])
-                connection.recv(1)
-                seconds.append(time.perf_counter() - began)
-            rows.append({"block_bytes": block, "n_blocks": n, "seconds": min(seconds), "all_seconds": seconds})
-    return rows
-
-
-def _nixl_agent(name: str) -> Any:
-    """An agent without a progress thread: both ends poll here anyway, and four polling threads would share two cores."""
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-
-
-def _serve_nixl(task: dict[str, Any], tell: Connection) -> int:
-    agent = _nixl_agent("target")
-    buffer = np.zeros(2 * task["total"], np.uint8)
-    agent.register_memory(agent.get_reg_descs([(buffer.ctypes.data, buffer.nbytes, 0, "kv")], "DRAM"))
-    server = socket.create_server(("127.0.0.1", 0))
-    where = {"metadata": agent.get_agent_metadata(), "address": int(buffer.ctypes.data)}
-    tell.send({**where, "port": server.getsockname()[1]})
-    connection, _ = server.accept()
-    wrong = 0
-    for block in task["sizes"]:
-        for _ in range(task["repeats"] + 1):
-            while not agent.get_new_notifs():
-                pass
-            connection.sendall(b"k")  # the notification comes after the bytes
-        wrong += _wrong(buffer, block, task["total"] // block, block)
-        connection.sendall(b"n")
-    return wrong
-
-
-def _send_nixl(task: dict[str, Any]) -> list[dict[str, Any]]:
-    agent = _nixl_agent("source")
-    peer = agent.add_remote_agent(task["target"]["metadata"])
-    source = np.zeros(2 * task["total"], np.uint8)
-    agent.register_memory(agent.get_reg_descs([(source.ctypes.data, source.nbytes, 0, "kv")], "DRAM"))
-    rows = []
-    with socket.create_connection(("127.0.0.1", task["target"]["port"])) as connection:
-        for block in task["sizes"]:
-            n, seconds = task["total"] // block, []
-            source[: 2 * block * n] = _filled(block, n, block)
-            shift = task["target"]["address"] - int(source.ctypes.data)
-            here = [(place, block, 0) for place in _places(source, block, n)]
-            there = [(place + shift, block, 0) for place, _, _ in here]
-            local, remote = (agent.get_xfer_descs(places, "DRAM") for places in (here, there))
-            for _ in range(task["repeats"] + 1):  # the first one pays for the connection
-                began = time.perf_counter()
-                handle = agent.initialize_xfer("WRITE", local, remote, peer, b"arrived")
-                state = agent.transfer(handle)
-                while state not in ("DONE", "ERR"):
-                    state = agent.check_xfer_state(handle)
-                if state == "ERR":
-                    raise RuntimeError("a transfer ended in an error")
-                connection.recv(1)  # done here may still be under way there
-                seconds.append(time.perf_counter() - began)
-                agent.release_xfer_handle(handle)
-            rows.append({"block_bytes": block, "n_blocks": n, "seconds": min(seconds[1:]), "all_seconds": seconds[1:]})
-            connection.recv(1)
-    return rows
-
-
-def _serve_mooncake(task: dict[str, Any], tell: Connection) -> int:
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
-    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
-        raise RuntimeError("the transfer engine did not start")
-    buffer = np.zeros(2 * task["total"], np.uint8)
-    engine.register_memory(buffer.ctypes.data, buffer.nbytes)
-    server = socket.create_server(("127.0.0.1", 0))
-    where = {"server": f"127.0.0.1:{engine.get_rpc_port()}", "address": int(buffer.ctypes.data)}
-    tell.send({**where, "port": server.getsockname()[1]})
-    connection, _ = server.accept()
-    wrong = 0
-    for block in task["sizes"]:
-        connection.recv(1)
-        wrong += _wrong(buffer, block, task["total"] // block, block)
-        connection.sendall(b"n")
-    return wrong
-
-
-def _send_mooncake(task: dict[str, Any]) -> list[dict[str, Any]]:
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
-    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
-        raise RuntimeError("the transfer engine did not start")
-    source = np.zeros(2 * task["total"], np.uint8)
-    engine.register_memory(source.ctypes.data, source.nbytes)
-    rows = []
-    with socket.create_connection(("127.0.0.1", task["target"]["port"])) as connection:
-        for block in task["sizes"]:
-            n, seconds = task["total"] // block, []
-            source[: 2 * block * n] = _filled(block, n, block)
-            here = _places(source, block, n)
-            there = [place - int(source.ctypes.data) + task["target"]["address"] for place in here]
+            _fill(source, block, n, block)
+            move = end.mover(connection, task["target"], block, n)
             for _ in range(task["repeats"] + 1):
                 began = time.perf_counter()
-                if engine.batch_transfer_sync_write(task["target"]["server"], here, there, [block] * n):
-                    raise RuntimeError("a transfer ended in an error")
+                move()
+                connection.recv(1)
                 seconds.append(time.perf_counter() - began)
-            rows.append({"block_bytes": block, "n_blocks": n, "seconds": min(seconds[1:]), "all_seconds": seconds[1:]})
-            connection.sendall(b"d")
+            del seconds[0]  # it paid for the connection
+            rows.append({"block_bytes": block, "n_blocks": n, "seconds": min(seconds), "all_seconds": seconds})
             connection.recv(1)
     return rows
-
-
-PARTS: dict[str, tuple[Any, Any]] = {
-    "TCP socket": (_serve_socket, _send_socket),
-    "NIXL": (_serve_nixl, _send_nixl),
-    "Mooncake": (_serve_mooncake, _send_mooncake),
-}
 
 
 def _child(given: dict[str, Any]) -> None:
     with Client(("127.0.0.1", given["port"]), authkey=bytes.fromhex(given["key"])) as connection:
         connection.send(given["role"])
-        serve, send = PARTS[given["link"]]
         try:
             task = connection.recv()
             if given["role"] == "source":
-                connection.send(send(task))
+                connection.send(_send(given["link"], task))
             else:
-                wrong = serve(task, connection)
+                wrong = _serve(given["link"], task, connection)
                 connection.recv()
                 connection.send(wrong)
         except Exception as error:
