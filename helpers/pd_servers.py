@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -428,10 +427,3 @@ class Router:
     def engine(self, **options: Any) -> OpenAIEngine:
         """The course's client for this router."""
         return OpenAIEngine(self.url, self.name, info=self.info, **options)
-
-
-def refused_port() -> int:
-    """A port of the loopback interface on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -587,11 +587,7 @@ def sender_hears():
 
 
 # %%
-refused = told(
-    lambda: prefill_peer.do(
-        prefill_instance, ids=[1, 2], port=pd_servers.refused_port(), by_layer=False, patience_s=0.5
-    )
-)
+refused = told(lambda: prefill_peer.do(prefill_instance, ids=[1, 2], port=free_port(), by_layer=False, patience_s=0.5))
 failures = {
     "nobody listens": refused,
     "nobody sends": told(lambda: decode_peer.do(decode_instance, port=free_port(), n_tokens=4, timeout_s=0.5)),
@@ -1185,7 +1181,7 @@ def die_while_streaming():
 # %%
 deaths = {}
 if pair:
-    nowhere = f"http://127.0.0.1:{pd_servers.refused_port()}"
+    nowhere = f"http://127.0.0.1:{free_port()}"
     elsewhere = apart(nowhere, pair.decode.url, pd_servers.ask, pd_servers.stream)
     deaths["the router's prefill port is refused"] = told(lambda: said(elsewhere(ask_for(0, 40))))
     orphan = pd_servers.ask(
@@ -1452,7 +1448,7 @@ class ClusterJob:
     n_done: int = 0  # prompt tokens whose keys and values exist
     n_cached: int = 0  # of these, not computed but found
     times: list = field(default_factory=list)
-    joined: tuple = (0, 0)  # index of its first decode step here, tokens it had then
+    joined: int = 0  # index of its first decode step here
     rejected: str = ""
     moved: float = 0.0  # seconds from the end of its prefill to its arrival at the decoder
     prefilled: float = 0.0
@@ -1493,7 +1489,7 @@ class EngineState:
     def join(self, job):
         """A job whose prompt is read takes part from the next decode step on."""
         n_more = job.n_output - len(job.times)
-        job.joined = (len(self.ends), len(job.times))
+        job.joined = len(self.ends)
         if n_more == 0:
             self.reserved -= job.n_prompt + job.n_output
             return
@@ -1574,8 +1570,7 @@ class Engine(EngineSteps):
 
     def leave(self, job):
         """All its tokens came: write down when, and give its memory back."""
-        start, _ = job.joined
-        job.times += self.ends[start:]
+        job.times += self.ends[job.joined :]
         assert len(job.times) == job.n_output, "a token was lost or made twice"
         self.rows, self.context = self.rows - 1, self.context - job.n_prompt - job.n_output
         self.reserved -= job.n_prompt + job.n_output
@@ -1591,13 +1586,11 @@ class Engine(EngineSteps):
 class Cluster:
     """Engines, a router, and links. `route(job, engines)` picks one; `admit(job, cluster, now)` may name a reason to refuse."""
 
-    def __init__(
-        self, engines, route, kv_bytes=0.0, bandwidth=float("inf"), latency=0.0, admit=None, hold_until_idle=False
-    ):
+    def __init__(self, engines, route, kv_bytes=0.0, bandwidth=float("inf"), admit=None, hold_until_idle=False):
         self.readers = [engine for engine in engines if engine.role != "decode"]
         self.writers = [engine for engine in engines if engine.role == "decode"]
         self.engines, self.route, self.admit = engines, route, admit
-        self.kv_bytes, self.bandwidth, self.latency = kv_bytes, bandwidth, latency
+        self.kv_bytes, self.bandwidth = kv_bytes, bandwidth
         self.hold_until_idle, self.events, self.n_events = hold_until_idle, [], 0
 
     def at(self, time, kind, *what):
@@ -1662,8 +1655,8 @@ class Disaggregated(ClusterEntry):
         """Keys and values of the prompt over the reader's link, one transfer after another."""
         start = max(now, engine.link_free)
         engine.link_free = start + job.n_prompt * self.kv_bytes / self.bandwidth
-        job.moved = engine.link_free + self.latency - job.prefilled
-        self.at(engine.link_free + self.latency, "deliver", job)
+        job.moved = engine.link_free - job.prefilled
+        self.at(engine.link_free, "deliver", job)
 
     def deliver(self, now, job):
         """The decoder may refuse what it has no time for; then the prefill was for nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,36 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from notebook_cells import define
 
 from helpers.paths import ROOT
 
-SOURCE = ROOT / "notebooks" / "source" / "13_pd_disaggregation.py"
+NAME = "13_pd_disaggregation"
 STORED = ROOT / "data" / "cluster_results.json"
 INF = float("inf")
 
 
-def cells() -> str:
-    """The algorithm cells of the notebook's section on clusters."""
-    found = re.findall(
-        r'^# %% tags=\["algorithm"\]\n(.*?)(?=^# %%|\Z)', SOURCE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    first = next(i for i, cell in enumerate(found) if "class GpuCost" in cell)
-    return "\n\n".join(found[max(0, first - 1) :])
-
-
-def load(*mutations: tuple[str, str]) -> SimpleNamespace:
-    """The cells as a namespace; each mutation must change the source exactly once."""
-    source = cells()
-    for old, new in mutations:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the section"
-        source = source.replace(old, new)
-    return SimpleNamespace(**define("13_cluster", [source]))
-
-
 @pytest.fixture(scope="module")
-def nb() -> SimpleNamespace:
-    return load()
+def nb(load_algorithms) -> SimpleNamespace:
+    return load_algorithms(NAME)
 
 
 def cost_of(nb, **more):
@@ -380,8 +360,8 @@ TWINS = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_broken_twin_is_caught(name):
-    twin = load(TWINS[name])
+def test_a_broken_twin_is_caught(load_algorithms, name):
+    twin = load_algorithms(NAME, TWINS[name])
     with pytest.raises((AssertionError, LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)):
         for check in CHECKS:
             check(twin)

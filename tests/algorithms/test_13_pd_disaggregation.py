@@ -25,6 +25,7 @@ from notebook_cells import answers, assert_names_what_broke, checked_functions, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import exercises, kv_links, models, pd_servers
+from helpers.engines.server_process import free_port
 from helpers.errors import EngineError
 from helpers.peers import Peer, source_of
 
@@ -56,7 +57,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 @torch.no_grad()
 def through_both(nb, model, ids, n_tokens, by_layer, **options):
     """One request through a prefill and a decode instance, here two threads."""
-    port = pd_servers.free_port()
+    port = free_port()
     with ThreadPoolExecutor(2) as pool:
 
         def decode():
@@ -115,13 +116,13 @@ def test_receive_ends_when_nothing_comes(nb):
 def test_a_refused_port_ends_in_a_sentence(nb):
     started = time.monotonic()
     with pytest.raises(EngineError, match="Nobody listens"):
-        nb.connect_to(pd_servers.refused_port(), patience_s=0.2)
+        nb.connect_to(free_port(), patience_s=0.2)
     assert time.monotonic() - started < 5
 
 
 def test_nobody_sends_ends_in_a_sentence(nb, tiny):
     with pytest.raises(EngineError, match=r"No prefill instance came within 0\.2 s"):
-        nb.decode_instance(tiny, pd_servers.free_port(), 4, timeout_s=0.2)
+        nb.decode_instance(tiny, free_port(), 4, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -254,7 +255,7 @@ def test_two_processes_and_a_dead_sender(nb):
     ):
         alone = first.do(nb.one_process, ids=prompt(40), n_tokens=6)
         for speed in (None, 5e3):
-            port = pd_servers.free_port()
+            port = free_port()
             waiting = pool.submit(second.do, nb.decode_instance, port=port, n_tokens=6, timeout_s=20.0)
             arguments = dict(ids=prompt(40), port=port, by_layer=True, bytes_per_second=speed)
             sending = pool.submit(first.do, nb.prefill_instance, **arguments)
@@ -390,7 +391,7 @@ def test_an_error_of_a_route_reaches_the_client_as_a_failed_request():
 
 
 def test_a_refused_port_and_a_stream_that_ends_early():
-    nowhere = f"http://127.0.0.1:{pd_servers.refused_port()}"
+    nowhere = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineError, match="refused"):
         pd_servers.ask(nowhere, "/health")
     with pytest.raises(EngineError, match="refused"):
