@@ -785,6 +785,7 @@ figure = plots.lines(
     log_x=True,
     log_y=True,
 )
+figure.axes[0].legend(loc="lower left")
 run.figure(figure, "price", curve)
 
 # %% [markdown]
@@ -1912,10 +1913,11 @@ ours_docs.round(1)
 
 # %% [markdown]
 # So colocated engines **win** where the two kinds of work cannot be dealt out in whole machines: with long answers there is
-# hardly anything to read, and an engine that reads cannot write. With two workers there is no choice; with four the dealing is
-# finer. (Prompts of 256 tokens are never cut, so the two mixed rows of the long answers are one. And look at the rows that an
-# engine may hold before you believe such a table: with the replay's default of 256, three decoders have fewer seats than four
-# mixed engines, and the split loses for want of seats, not of speed.)
+# hardly anything to read, and an engine that reads cannot write. With two workers there is no choice; with four the dealing
+# is finer. (What the chunks lose on long answers they lose to their budget: decodes take their tokens of it first, and
+# hundreds of rows leave little for a prompt of 256. And look at the rows that an engine may hold before you believe such a
+# table: with the replay's default of 256, three decoders have fewer seats than four mixed engines, and the split loses for
+# want of seats, not of speed.)
 #
 # ### DistServe's arithmetic
 #
@@ -2192,6 +2194,7 @@ Markdown(
     f"control), and {loose['HA'] / loose.filter(like='colocated').max():.2f} times the best colocated fleet. Strict "
     f"limits: {strict['HA'] / strict['HH'] if strict['HH'] else float('nan'):.2f} times HH: an A100's step leaves "
     "little room under 30 ms."
+    + (" What a machine gains for its price in each phase did not decide it." if splitwise_gain <= 1 else "")
 )
 
 # %% [markdown]
