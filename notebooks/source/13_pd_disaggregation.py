@@ -785,7 +785,7 @@ figure = plots.lines(
     log_x=True,
     log_y=True,
 )
-figure.axes[0].legend(loc="lower left")
+figure.axes[0].legend(loc="center left", bbox_to_anchor=(0, 0.69))
 run.figure(figure, "price", curve)
 
 # %% [markdown]
@@ -2729,6 +2729,7 @@ run.claim(
     else "",
     reason=why,
 )
+run.claims().tail(2)
 
 # %% tags=["claim"]
 run.claim(
@@ -2761,7 +2762,7 @@ run.claim(
     bool(hybrid["state"].nunique() == 1 and (hybrid["tiny, counted"] == hybrid["tiny, formula"]).all()),
     f"{show_bytes(hybrid['state'].iloc[0])} at every length; at 32k tokens {at_32k:.0%} of attention in every layer",
 )
-
+run.claims().tail(4)
 
 # %% tags=["claim"]
 run.claim(
@@ -2793,6 +2794,7 @@ run.claim(
     "(replay); 500 / 4000 on 16 H200: split over aggregated "
     f"{frontier_table.set_index('load').loc['long answers', 'split over aggregated']:.2f} (kernel times)",
 )
+run.claims().tail(4)
 
 # %% tags=["claim"]
 best_colocated = {
@@ -2817,6 +2819,8 @@ run.claim(
     f"equal cost: HA over HH {splitwise_gain:.2f}x (loose), {strict['HA'] / strict['HH']:.2f}x (strict), HA over AH "
     f"{loose['HA'] / loose['AH']:.2f}x",
 )
+run.claims().tail(2)
+
 # %% tags=["claim"]
 LLAMA3_70B_TOKEN = 80 * 8 * 128 * 2 * 2
 run.claim(
@@ -2842,6 +2846,7 @@ run.claim(
     f"wasted prefill {', '.join(f'{x:.0%}' for x in gates['prefill wasted'])}; met "
     f"{', '.join(f'{x:.0%}' for x in gates['met, of asked'])} (late, early, predicted)",
 )
+run.claims().tail(3)
 
 # %% tags=["claim"]
 followed = live["went where their story was"]
