@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -25,13 +26,27 @@ from helpers.engines.processes import LOG_TAIL_LINES, child_environment, end_fam
 from helpers.errors import EngineError
 
 HOST = "127.0.0.1"
+FREE_PORTS = range(20_000, 32_000)  # below what systems give to outgoing connections (Linux 32768, others 49152)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on at this moment, drawn from `FREE_PORTS`.
+
+    Not the system's own choice (port 0): what it gives may go to anybody's outgoing connection in the seconds until a
+    server that was told the number listens on it.
+    """
+    for _ in range(100):
+        port = FREE_PORTS.start + secrets.randbelow(len(FREE_PORTS))
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(
+        f"No free port was found between {FREE_PORTS.start} and {FREE_PORTS.stop - 1} of {HOST} in 100 tries.",
+        "End programs that hold ports there: a machine with that many servers is not one to measure on.",
+    )
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -13,10 +13,12 @@ Three processes take part: this one, a front end, and one with the mock workers.
 started this one, also when it is killed.
 """
 
+import contextlib
 import ctypes
 import importlib.metadata
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,10 +36,12 @@ COUNTED = ("kv_hit_rate", "cached_tokens", "input_sequence_tokens")
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nobody listens on, from those that no outgoing connection is given."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def start_broker() -> str:

@@ -30,11 +30,11 @@ from helpers.course.bench import (
     compare_clients,
     run_ours,
 )
-from helpers.engines import vllm_cli, vllm_server
+from helpers.engines import server_process, vllm_cli, vllm_server
 from helpers.engines.fake_server import FakeServer, StreamScript
 from helpers.engines.openai_client import MISMATCH_COUNTER, PROMPT_MISMATCH_COUNTER, OpenAIEngine, run_in_own_loop
 from helpers.engines.processes import PARENT_VARIABLE, still_running
-from helpers.engines.server_process import ServerProcess, claim_port, free_port
+from helpers.engines.server_process import FREE_PORTS, HOST, ServerProcess, claim_port, free_port
 from helpers.engines.vllm_server import VllmServer
 from helpers.errors import EngineError, MeasurementRefused
 from helpers.paths import ROOT
@@ -144,7 +144,18 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, monkeyp
         port = holder.getsockname()[1]
         with pytest.raises(EngineError, match=f"Port {port}"), VllmServer(tmp_path, port=port):
             pass
-    assert claim_port(None) > 0
+    assert claim_port(None) in FREE_PORTS
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FREE_PORTS.start >= 1024 and FREE_PORTS.stop <= 32_768  # Linux gives out 32768 and up, others 49152 and up
+    assert all(free_port() in FREE_PORTS for _ in range(50))
+    with socket.socket() as holder:
+        taken = free_port()
+        holder.bind((HOST, taken))
+        monkeypatch.setattr(server_process, "FREE_PORTS", range(taken, taken + 1))
+        with pytest.raises(EngineError, match="No free port"):
+            free_port()
 
 
 def test_what_cannot_run_here_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
